@@ -10,6 +10,7 @@ from functools import partial
 from monarch.actor import Actor, concurrent_endpoint
 
 from cartridge_forge.plugins.episodes.environments.problems import open_problems
+from cartridge_forge.plugins.rsa.spec import RsaSpec
 from cartridge_forge.plugins.strategies.answers.equivalence import end_judge
 from cartridge_forge.plugins.strategies.answers.extract import extract
 from cartridge_forge.plugins.strategies.rsa.islands import RSAShape
@@ -20,7 +21,6 @@ from cartridge_forge.plugins.strategies.rsa.records import (
     JudgedPopulation,
     RSAProblem,
 )
-from cartridge_forge.protocols.spec.rsa import RsaSpec
 
 
 class RSAAggregatorActor(Actor):

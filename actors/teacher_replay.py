@@ -19,9 +19,9 @@ from cartridge_forge.plugins.replay.panel import (
     limits_of,
     score_of_teacher,
 )
+from cartridge_forge.plugins.replay.spec import ReplaySpec
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.records.run_files import StoredPlace
-from cartridge_forge.protocols.spec.teacher_replay import ReplaySpec
+from cartridge_forge.protocols.spec.services import StoredPlace
 from cartridge_forge.protocols.teacher_replay import PanelVerdict, ReplayState
 
 

@@ -35,9 +35,9 @@ from cartridge_forge.learning.teacher import TeacherDistribution, document_kv, j
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.protocols.errors import DataError, PlaneError, PublishError
 from cartridge_forge.protocols.plugins import resolve
-from cartridge_forge.protocols.records.run_files import StoredPlace
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.sections import gap_bounds
+from cartridge_forge.protocols.spec.services import StoredPlace
 from cartridge_forge.protocols.step import (
     PUBLISHED,
     CartridgeSnapshot,
@@ -132,7 +132,7 @@ class TrainerActor(ModelActor):
         self._fingerprints = Fingerprints()
         self._ahead: dict[str, asyncio.Task[dict[str, Tensor]]] = {}  # by key
         objective = learn.objective
-        self._asks_document = objective.w_rl > 0 and objective.grpo.asks_document
+        self._asks_document = objective.asks_document
         give_back_now()  # what made the cartridges
         self._ranks.gather({})
         if self._ranks.leads:

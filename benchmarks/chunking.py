@@ -46,14 +46,15 @@ from benchmarks.step import CARTRIDGE, CONFIG, FROZEN, KEEP_TOP, MODEL, samples_
 from cartridge_forge.learning.batch import ChunkedLogits, Reader, chunk_tokens, token_logprobs
 from cartridge_forge.learning.cartridge import first_tokens
 from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.losses.doc_kl import doc_kl_tokens
-from cartridge_forge.learning.losses.objective import active_channels
 from cartridge_forge.learning.model.loading import load_model
 from cartridge_forge.learning.step import StepOptions, train_step
 from cartridge_forge.learning.teacher import TeacherDistribution, score_kept, top_k
 from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule
 from cartridge_forge.plugins.episodes.losses.sdpo import sdpo_tokens
-from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec, SdpoSpec
+from cartridge_forge.plugins.episodes.spec.objective import SdpoSpec
+from cartridge_forge.protocols.spec.sections import LossSpec, ObjectiveSpec
 from cartridge_forge.protocols.step import Sample, TrainBatch
 
 DIFFERENCE = 1e-4

@@ -23,12 +23,12 @@ from cartridge_forge.actors.doc_teacher import DocTeacherActor
 from cartridge_forge.actors.generator import GeneratorActor
 from cartridge_forge.actors.trainer import TrainerActor
 from cartridge_forge.learning.model.loading import load_tokenizer
+from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.longhealth import (
     LongHealthPrompts,
     measure,
     open_prompts,
 )
-from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.step import TeacherScores, TrainBatch
 from cartridge_forge.services.clients import (
@@ -45,7 +45,7 @@ TOP = 20  # entries of the teacher's distribution at each token
 QUESTIONS = 48  # held-out ones, asked of every version
 
 
-async def train(learn: LearnSpec, prompts: LongHealthPrompts, folder: str) -> None:
+async def train(learn: DocumentsLearn, prompts: LongHealthPrompts, folder: str) -> None:
     """Make `train.steps` steps; print each one's doc_kl, and every version's accuracy. `folder`
     is where the trainer keeps its last state."""
     plane, service = await open_plane("shared_memory"), await Service.of(this_host())
@@ -96,7 +96,7 @@ async def train(learn: LearnSpec, prompts: LongHealthPrompts, folder: str) -> No
 
 def main(steps: int) -> None:
     sets = [f"train.steps={steps}", "train.warmup_steps=1"]
-    learn = load_spec("longhealth", sets=sets).spec.learn
+    learn = DocumentsLearn.of(load_spec("longhealth", sets=sets).spec.learn)
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(train(learn, open_prompts(learn, load_tokenizer(learn.model.path)), folder))
 

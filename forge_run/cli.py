@@ -471,7 +471,7 @@ def _run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
         reply = handler(**options)
         if isinstance(reply, int):
             return reply
-        from cartridge_forge.protocols.formatting import render
+        from cartridge_forge.plugins.statistics.formatting import render
         from cartridge_forge.protocols.secrets import redacted
 
         sys.stdout.write(redacted(render(reply, terminal=sys.stdout.isatty())))

@@ -33,8 +33,7 @@ from cartridge_forge.plugins.watch.console import ConsoleDisplay, print_results
 from cartridge_forge.protocols.errors import ForgeError, RunError, SpecError
 from cartridge_forge.protocols.plugins import module_of
 from cartridge_forge.protocols.secrets import LOCAL_KEY
-from cartridge_forge.protocols.spec.hosts import HostsSpec, is_loopback_host
-from cartridge_forge.protocols.spec.mesh import MODEL_ROLES, RunSpec
+from cartridge_forge.protocols.spec.mesh import MODEL_ROLES, HostsSpec, RunSpec, is_loopback_host
 from cartridge_forge.protocols.spec.services import HealthSpec
 from cartridge_forge.services.forkserver.client import bootstrap_command, fork_server
 from cartridge_forge.services.planes.open import PLANE_IMPORTS

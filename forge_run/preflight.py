@@ -12,15 +12,20 @@ from cartridge_forge.plugins.cluster.hosts.handshake import host_and_port
 from cartridge_forge.plugins.cluster.manifests.devices import GB, device_loads
 from cartridge_forge.plugins.cluster.manifests.run_volume import NO_LEDGER, shares_no_ledger
 from cartridge_forge.plugins.cluster.manifests.sizing import known_size, tensor_parallel
-from cartridge_forge.protocols.formatting import bytes_text
+from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
+from cartridge_forge.plugins.replay.spec import ReplayTeacherSpec
+from cartridge_forge.plugins.rsa.spec import RsaLearn
+from cartridge_forge.plugins.statistics.formatting import bytes_text
 from cartridge_forge.protocols.secrets import secret_text
 from cartridge_forge.protocols.spec.errors import SpecProblem, combined
-from cartridge_forge.protocols.spec.hosts import HostsSpec, is_loopback_host, is_tls
-from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.mesh import MODEL_ROLES, RunSpec
+from cartridge_forge.protocols.spec.mesh import (
+    MODEL_ROLES,
+    HostsSpec,
+    RunSpec,
+    is_loopback_host,
+    is_tls,
+)
 from cartridge_forge.protocols.spec.model import model_shape, multiplies_bfloat16
-from cartridge_forge.protocols.spec.teacher_replay import ReplayTeacherSpec
-from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES
 from cartridge_forge.protocols.spec.yaml_source import SourceLocation
 
 Fault = tuple[str, object, str, str]  # dotted key, value, what is wrong, remedy
@@ -50,7 +55,11 @@ def unmet(
     spec: RunSpec, location_of: Callable[[str], SourceLocation] = resolved_place
 ) -> list[SpecProblem]:
     """Return the reasons why this machine cannot run the spec now; empty when it can."""
-    faults = [*_role_faults(spec), *_link_faults(spec.mesh.hosts), *_input_faults(spec.learn)]
+    faults = [
+        *_role_faults(spec),
+        *_link_faults(spec.mesh.hosts),
+        *_input_faults(RsaLearn.of(spec.learn)),
+    ]
     return located(faults, location_of)
 
 
@@ -81,7 +90,7 @@ def _role_faults(spec: RunSpec) -> Iterator[Fault]:
     yield from _trainer_faults(spec)
     for name, role in spec.roles:
         procs, gpus = f"roles.{name}.procs", f"roles.{name}.gpus"
-        parts = tensor_parallel(spec.learn, name)
+        parts = tensor_parallel(RsaLearn.of(spec.learn), name)
         if name == "doc_teacher" and role.procs != parts:
             why = f"cannot run, teacher.tensor_parallel is {parts}"
             yield procs, role.procs, why, "make them equal, and use more replicas"
@@ -112,7 +121,7 @@ def _role_faults(spec: RunSpec) -> Iterator[Fault]:
     if shares_no_ledger(spec):
         yield "roles.teacher_replay.replicas", replicas, NO_LEDGER, "use 1, and more max_ongoing"
     yield from vllm_faults(generator.backend)
-    yield from _divided_faults(spec.learn)
+    yield from _divided_faults(RsaLearn.of(spec.learn))
     yield from _device_faults(spec)
 
 
@@ -144,7 +153,7 @@ def _trainer_faults(spec: RunSpec) -> Iterator[Fault]:
         yield "roles.trainer.replicas", role.replicas, why, f"use at most {learn.cartridges}"
 
 
-def _divided_faults(learn: LearnSpec) -> Iterator[Fault]:
+def _divided_faults(learn: RsaLearn) -> Iterator[Fault]:
     """Yield a fault for each tensor_parallel that the model or the start cannot be divided by."""
     shape, config = model_shape(learn.model), Path(learn.model.path) / "config.json"
     for section, parts in (
@@ -218,7 +227,7 @@ def vllm_faults(backend: str) -> Iterator[Fault]:
         yield "generator.backend", "vllm", "needs vLLM, which is not installed", VLLM_REMEDY
 
 
-def _input_faults(learn: LearnSpec) -> Iterator[Fault]:
+def _input_faults(learn: RsaLearn) -> Iterator[Fault]:
     """Yield what is wrong with the model, the data, and the external teachers' API keys."""
     model, data, replay = learn.model.path, learn.data, learn.replay
     if Path(model).is_absolute() and not (Path(model) / "config.json").is_file():

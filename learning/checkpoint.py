@@ -53,8 +53,7 @@ from torch import Tensor
 
 from cartridge_forge.learning.ranks import ALONE, ProcessGroup, map_large, to_host
 from cartridge_forge.protocols.errors import CheckpointError, DamagedError
-from cartridge_forge.protocols.files import flush, sha256_of
-from cartridge_forge.protocols.reserve import with_room
+from cartridge_forge.protocols.files import flush, sha256_of, with_room
 
 SCHEMA = 3
 STACKED, STACKED_SCHEMA = "state.safetensors", 2

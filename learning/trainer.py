@@ -13,8 +13,7 @@ from torch import Tensor
 from cartridge_forge.learning.cartridge import CartridgeBank
 from cartridge_forge.learning.checkpoint import Checkpoint, LastState, part_index, write_checkpoint
 from cartridge_forge.learning.decoder import LanguageModel
-from cartridge_forge.learning.losses.channel import LossChannel
-from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.losses.channel import LossChannel, active_channels
 from cartridge_forge.learning.model.loading import base_hash
 from cartridge_forge.learning.policy_scores import check_policy, shared_logprobs, with_references
 from cartridge_forge.learning.ranks import ALONE, ProcessGroup
@@ -30,8 +29,7 @@ from cartridge_forge.learning.trainer_state import (
 )
 from cartridge_forge.learning.updates import run_updates
 from cartridge_forge.protocols.errors import CheckpointError, PublishError, StaleTokenError
-from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
-from cartridge_forge.protocols.spec.sections import GapBounds, TrainSpec
+from cartridge_forge.protocols.spec.sections import GapBounds, LossSpec, ObjectiveSpec, TrainSpec
 from cartridge_forge.protocols.step import (
     PreferencePair,
     Sample,
@@ -227,7 +225,7 @@ class CartridgeTrainer:
             return None
         from cartridge_forge.learning.losses.balance import GradientBalance
 
-        return GradientBalance(spec.balance_every, spec.balance_bound)
+        return GradientBalance(spec.balance_every)
 
     def _completed(
         self, batch: TrainBatch, channels: Sequence[LossChannel], version: int
@@ -243,7 +241,7 @@ class CartridgeTrainer:
                     check_policy(batch, r, version)
             scores["old"] = self._logprobs(batch, self.bank.trainable)
         if "ref" in wanted and batch.scores.get("ref") is None:
-            refresh = self._objective.grpo.kl_refresh
+            refresh = self._objective.reference_refresh
             reference = self._state.reference
             assert reference is not None, "kept since the arm began"
             for name in self._cartridges_of(r.sample for r in batch.rl):

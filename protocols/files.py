@@ -1,7 +1,18 @@
-"""Write files atomically; append, iterate and format JSON-lines rows; hash and sync files."""
+"""Write files atomically; append, iterate and format JSON-lines rows; hash and sync files. Keep
+room on a run's disk, and say where a user's own files are.
+
+    runs/longhealth/RUN/.reserve     allocated, never written to, hidden
+
+Whoever of the run's processes first meets a full disk deletes it and writes again. The controller
+finds it missing before its next step, and ends the run with a checkpoint in the room it left.
+
+    $FORGE_HOME/models/NAME, $FORGE_HOME/checks     base models, and verdicts on them; or
+    $XDG_CACHE_HOME/cartridge-forge/..., by default below ~/.cache
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -14,10 +25,9 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cartridge_forge.protocols.errors import CheckpointError, RunError
-from cartridge_forge.protocols.reserve import with_room
 
 _OFFSET = time.time() - time.monotonic()
 
@@ -196,3 +206,65 @@ def steady_time() -> float:
     """Return seconds since the epoch that only grow: the host's clock as it was when this process
     began, plus monotonic seconds. A clock that is set later changes no difference of two calls."""
     return _OFFSET + time.monotonic()
+
+
+RESERVE = ".reserve"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+LEVELS = 3  # from a run's deepest file, checkpoints/last-state/FILE, up to the run
+
+T = TypeVar("T")
+
+
+def hold_room(run: Path, count: int) -> None:
+    """Reserve at least `count` bytes in a run's directory. Raises OSError where there are none."""
+    file = os.open(run / RESERVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if os.fstat(file).st_size < count:
+            os.posix_fallocate(file, 0, count)
+    finally:
+        os.close(file)
+
+
+def with_room(path: Path, write: Callable[[], T]) -> T:
+    """Return `write()`, which writes at `path` and may be repeated. On a full disk, free the
+    reserve of the run that `path` is in, and write again. Raises OSError."""
+    try:
+        return write()
+    except OSError as error:
+        if error.errno not in FULL or not _freed(path):
+            raise
+    return write()
+
+
+def _freed(path: Path) -> bool:
+    for folder in list(path.parents)[:LEVELS]:
+        reserve = folder / RESERVE
+        if reserve.exists():
+            reserve.unlink(missing_ok=True)
+            return True
+    return False
+
+
+def models_folder() -> Path:
+    """Return the folder of the named base models; it need not exist."""
+    return _home() / "models"
+
+
+def checks_folder() -> Path:
+    """Return the folder of the verdicts on base models; it need not exist."""
+    return _home() / "checks"
+
+
+def _home() -> Path:
+    home = os.environ.get("FORGE_HOME")
+    if home:
+        return Path(home).expanduser().absolute()
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser().absolute() / "cartridge-forge"
+
+
+def model_names() -> list[str]:
+    """Return the names of the models that are kept, in order."""
+    folder = models_folder()
+    folders = folder.iterdir() if folder.is_dir() else ()
+    return sorted(p.name for p in folders if (p / "config.json").is_file())

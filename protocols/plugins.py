@@ -24,11 +24,15 @@ from typing import Any, Literal
 from cartridge_forge.protocols.errors import SpecError
 
 GROUP = "cartridge_forge.plugins"
-Kind = Literal["recipes", "roles", "channels", "hosts", "planes", "sinks", "commands", "hooks"]
+Kind = Literal[
+    "recipes", "roles", "channels", "hosts", "planes", "sinks", "commands", "hooks", "configs",
+    "meshes", "files",
+]  # fmt: skip
 # What an entry of each kind is called in an error.
 NOUNS: Mapping[Kind, str] = {
     "recipes": "recipe", "roles": "role", "channels": "loss channel", "hosts": "kind of hosts",
     "planes": "tensor plane", "sinks": "telemetry sink", "commands": "command", "hooks": "hook",
+    "configs": "section of a config", "meshes": "section of a mesh", "files": "kind of file",
 }  # fmt: skip
 
 
@@ -48,6 +52,9 @@ class Plugin:
     sinks     opens a telemetry sink: (spec, directory) -> TelemetrySink
     commands  a `forge_run.cli.Command`
     hooks     an object that the core uses at one place where a spec asks for it
+    configs   a subclass of `protocols.spec.learn.LearnSpec` with the keys that it adds
+    meshes    a subclass of `protocols.spec.mesh.MeshSpec` with the keys that it adds
+    files     a `protocols.spec.keys.SpecFile`: another kind of spec file
     """
 
     name: str
@@ -59,6 +66,9 @@ class Plugin:
     sinks: Mapping[str, str] = field(default_factory=dict)
     commands: Mapping[str, str] = field(default_factory=dict)
     hooks: Mapping[str, str] = field(default_factory=dict)
+    configs: Mapping[str, str] = field(default_factory=dict)
+    meshes: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def place(self, kind: Kind, name: str) -> str:
         """Return the place of an object, "module:attribute"."""
@@ -198,6 +208,7 @@ SHIPPED = (
         "documents",
         recipes={"documents": f"{PLUGINS}.documents.study.recipe:open_recipe"},
         hooks={"routing": f"{PLUGINS}.documents.study.routing:RoutedQuestions"},
+        configs={"documents": f"{PLUGINS}.documents.spec.learn:DocumentsLearn"},
     ),
     Plugin(
         "episodes",
@@ -211,17 +222,20 @@ SHIPPED = (
             "grpo": f"{PLUGINS}.episodes.losses.grpo:GRPO",
             "sdpo": f"{PLUGINS}.episodes.losses.sdpo:SDPO",
         },
+        configs={"episodes": f"{PLUGINS}.episodes.spec.learn:EpisodesLearn"},
     ),
     Plugin(
         "replay",
         roles={"teacher_replay": "cartridge_forge.actors.teacher_replay:TeacherReplayActor"},
         channels={"replay_dpo": f"{PLUGINS}.replay.dpo:ReplayDPO"},
         hooks={"local_teachers": f"{PLUGINS}.replay.clinic_teachers:local_teachers"},
+        configs={"replay": f"{PLUGINS}.replay.spec:ReplayLearn"},
     ),
     Plugin(
         "strategies",
         recipes={"rsa": f"{PLUGINS}.rsa.recipe:open_recipe"},
         roles={"rsa_aggregator": "cartridge_forge.actors.rsa_aggregator:RSAAggregatorActor"},
+        configs={"rsa": f"{PLUGINS}.rsa.spec:RsaLearn"},
     ),
     Plugin(
         "library",
@@ -244,6 +258,14 @@ SHIPPED = (
     Plugin(
         "serve",
         roles={"engine_generator": "cartridge_forge.actors.engine_generator:EngineGeneratorActor"},
+        files={"server": f"{PLUGINS}.serve.spec:SERVER_FILE"},
+    ),
+    Plugin(
+        "evaluate",
+        files={
+            "sweep": f"{PLUGINS}.evaluate.spec:SWEEP_FILE",
+            "evaluation": f"{PLUGINS}.evaluate.spec:EVAL_FILE",
+        },
     ),
     Plugin(
         "cluster",
@@ -257,6 +279,8 @@ SHIPPED = (
             "host_membership": f"{PLUGINS}.cluster.hosts.membership:HostMembership",
             "host_heartbeats": f"{PLUGINS}.cluster.hosts.host_heartbeats:HostHeartbeats",
         },
+        meshes={"cluster": f"{PLUGINS}.cluster.spec:ClusterMesh"},
+        files={"deployment": f"{PLUGINS}.cluster.spec:DEPLOYMENT_FILE"},
     ),
     Plugin(
         "watch",

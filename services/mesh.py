@@ -188,8 +188,7 @@ def host_source(spec: RunSpec) -> HostSource:
 
 def roles_here(spec: RunSpec) -> tuple[str, ...]:
     """Return the roles that run on the controller's host when other roles run on remote hosts."""
-    replay = spec.learn.replay
-    return ("store", *(["teacher_replay"] if replay is not None and replay.local else []))
+    return ("store", *spec.learn.roles_here)
 
 
 async def open_generators(

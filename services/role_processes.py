@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 
 from cartridge_forge.protocols.plugins import resolve
-from cartridge_forge.protocols.secrets import LOCAL_KEY
 from cartridge_forge.protocols.spec.mesh import MODEL_ROLES, RunSpec
 
 HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # what a model of the hub may need to be loaded
@@ -21,13 +20,11 @@ WRITERS = ("trainer", "teacher_replay")  # roles that write into the run directo
 def role_variables(spec: RunSpec) -> dict[str, tuple[str, ...]]:
     """Return the environment variables that processes need beyond ordinary ones, by role, "" for
     spares: those of the hub where the model is one of the hub's, and of the external teachers."""
-    replay, variables = spec.learn.replay, dict[str, tuple[str, ...]]()
+    variables = dict[str, tuple[str, ...]]()
     if not Path(spec.learn.model.path).is_dir():
         variables = dict.fromkeys(("", *MODEL_ROLES), (*HUB, *PROXIES))
-    if replay is not None:
-        names = {name for teacher in replay.teachers for name in teacher.secrets}
-        local_keys = [LOCAL_KEY] if replay.local is not None else []
-        variables["teacher_replay"] = (*sorted(names), *local_keys, *PROXIES)
+    for role, names in spec.learn.role_secrets.items():
+        variables[role] = (*names, *PROXIES)
     if spec.mesh.records.store is not None:
         for role in writers_apart(spec):
             variables[role] = (*variables.get(role, PROXIES), *resolve("hooks", "store_variables"))
@@ -39,9 +36,7 @@ def writers_apart(spec: RunSpec) -> tuple[str, ...]:
     controller's."""
     if spec.mesh.hosts.kind == "local":
         return ()
-    replay = spec.learn.replay
-    is_local = replay is not None and replay.local is not None  # the provider is on this host
-    return tuple(name for name in WRITERS if not (is_local and name == "teacher_replay"))
+    return tuple(name for name in WRITERS if name not in spec.learn.roles_here)
 
 
 def last_state_here(spec: RunSpec) -> bool:

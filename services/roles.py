@@ -6,9 +6,9 @@ from typing import Any
 
 from cartridge_forge.actors.base import ModelSource
 from cartridge_forge.protocols.plugins import resolve
-from cartridge_forge.protocols.records.run_files import StoredPlace
-from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.learn import LearnSpec, RoleFacts
 from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER, RoleSpec, RunSpec
+from cartridge_forge.protocols.spec.services import StoredPlace
 from cartridge_forge.services.role_processes import writers_apart
 from cartridge_forge.services.run_directory import RunDirectory
 
@@ -44,11 +44,7 @@ def generator_evidence(learn: LearnSpec) -> frozenset[str]:
 def with_room(name: str, role: RoleSpec, learn: LearnSpec) -> RoleSpec:
     """Return the role with room for every episode under way, where episodes run ahead of training:
     each then asks for itself, and must not wait for another's slow reply."""
-    together = 0
-    if learn.train.staleness and learn.episodes is not None:
-        together = learn.episodes.tasks * learn.episodes.group
-    elif learn.train.staleness and learn.rsa is not None:
-        together = learn.rsa.examples * learn.rsa.rollouts_per_example
+    together = learn.rollouts_together if learn.train.staleness else 0
     if name not in ("environment", "reward", "rsa_aggregator", "generator"):
         return role
     most = -(-together * (learn.train.staleness + 1) // role.replicas)
@@ -71,23 +67,15 @@ def role_arguments(
         return (*reader_arguments, resolve("hooks", "engine_share")(spec))
     top = None if learn.teacher.top_k == "full" else learn.teacher.top_k
     if name == "doc_teacher":
-        asks_document = learn.objective.grpo.asks_document
+        asks_document = learn.objective.asks_document
         return (base, learn.train.row_tokens, top, asks_document, spec.mesh.call_timeout_s)
     if name == HINTED_TEACHER:
         return (base, learn.train.row_tokens, top, learn.train.staleness + 2)
-    if name == "environment":
-        assert learn.episodes is not None
-        # As many moves at once as training itself makes; an evaluation has more episodes.
-        step = learn.episodes.tasks * learn.episodes.group
-        at_once = -(-step * (learn.train.staleness + 1) // spec.mesh.roles["environment"].replicas)
-        return (learn.episodes.played, learn.episodes.max_turns, at_once)
-    if name == "reward":
-        return (learn.reward, spec.mesh.call_timeout_s)
-    if name == "teacher_replay":
-        return (learn.replay, str(directory.ledger), directory.id, False, stored)
-    if name == "rsa_aggregator":
-        return (learn.rsa,)
-    assert name == "trainer", name
+    if name != "trainer":
+        replicas = dict(spec.roles)[name].replicas
+        ledger = str(directory.ledger)
+        facts = RoleFacts(replicas, spec.mesh.call_timeout_s, directory.id, ledger, stored)
+        return learn.role_arguments(name, facts)
     # The heartbeat finds a silent rank; the call's timeout bounds a rank that hangs but answers.
     ranks = (learn.train.shard_base, spec.mesh.call_timeout_s)
     keeps_scores = spec.mesh.records.token_scores

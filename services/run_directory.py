@@ -50,7 +50,10 @@ from typing import Any
 
 from cartridge_forge.protocols.errors import CheckpointError, RunError
 from cartridge_forge.protocols.files import (
+    FULL,
+    RESERVE,
     append_rows,
+    hold_room,
     iter_rows,
     json_lines,
     salvage,
@@ -58,7 +61,6 @@ from cartridge_forge.protocols.files import (
     write_atomically,
 )
 from cartridge_forge.protocols.records.answers import AnswerRow
-from cartridge_forge.protocols.records.chat_date import read_date, write_date
 from cartridge_forge.protocols.records.run_files import (
     TERMS,
     TRAINED_ARMS,
@@ -66,10 +68,10 @@ from cartridge_forge.protocols.records.run_files import (
     MetricRow,
     RolloutRow,
     RunResults,
+    read_date,
+    write_date,
 )
 from cartridge_forge.protocols.records.token_scores import TokenScoreRow
-from cartridge_forge.protocols.reserve import FULL, hold_room
-from cartridge_forge.protocols.reserve import NAME as RESERVE
 from cartridge_forge.protocols.secrets import redacted_row
 from cartridge_forge.protocols.step import SampleScores
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from cartridge_forge.protocols.reserve import with_room
+from cartridge_forge.protocols.files import with_room
 from cartridge_forge.services.run_directory import Position, RunDirectory
 
 VERSION = "version-"  # begins the name of a checkpoint

@@ -22,9 +22,9 @@ import yaml
 
 from cartridge_forge.plugins.clinic.text import said_answer
 from cartridge_forge.plugins.evaluate.comparison import AnswerSource, compare_groups, grouped
+from cartridge_forge.plugins.statistics.formatting import seconds_text
 from cartridge_forge.plugins.statistics.intervals import holm, mean_p, wilson_interval
 from cartridge_forge.plugins.watch.console import duration, interval, percent
-from cartridge_forge.protocols.formatting import seconds_text
 from studies import archive
 from studies.archive import KeptRun, document, rows
 from studies.cells import Units, counted, decided, p_value, paired, points, shares, spread, table

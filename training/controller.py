@@ -15,6 +15,7 @@ client that spawns it needs none.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import shutil
 import time
@@ -36,7 +37,6 @@ from cartridge_forge.services.pool.sizes import PoolSize, opening, restore
 from cartridge_forge.services.proc_info import CpuSeconds, cpu_seconds
 from cartridge_forge.services.run_directory import Position, RunDirectory, storage_error
 from cartridge_forge.services.run_position import ResumePoint, resume_point
-from cartridge_forge.training.ending import RunEnding
 
 if TYPE_CHECKING:
     from cartridge_forge.services.mesh import Mesh
@@ -226,8 +226,7 @@ class ControllerActor(Actor):
             raise StopRequested from None
 
     async def _drive(self, recorder: RunLog, mesh: Mesh, start: float) -> None:
-        replay = self._spec.learn.replay
-        if replay is None or replay.local is None:
+        if not self._spec.learn.roles_here:  # no teacher of a plug-in's own
             await self._drive_with(self._spec, recorder, mesh, start)
             return
         with resolve("hooks", "local_teachers")(self._spec) as spec:
@@ -350,3 +349,31 @@ class ControllerActor(Actor):
 
     def _show(self, **changes: Any) -> None:
         self._status = replace(self._status, **changes)
+
+
+class RunEnding:
+    """Run the steps that end a run, and collect in `failures` those that failed or took too long.
+    A disk without room, a directory that was removed or a process that hangs stops none of the
+    others."""
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+
+    async def do(
+        self, what: str, step: Callable[[], Awaitable[object] | object], limit_s: float = 5.0
+    ) -> BaseException | None:
+        """Run one step within `limit_s` seconds; return its error, None for none. A step that is
+        no coroutine is not interrupted."""
+        try:
+            async with asyncio.timeout(limit_s):
+                result = step()
+                if inspect.isawaitable(result):
+                    await result
+        except BaseException as error:  # Monarch's own panics are no Exceptions
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            late = isinstance(error, TimeoutError) and not str(error)
+            why = f"not done within {limit_s:g} s" if late else str(error) or repr(error)
+            self.failures.append(f"{what}: {why}")
+            return error
+        return None

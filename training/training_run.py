@@ -24,6 +24,7 @@ from cartridge_forge.protocols.records.run_files import (
     MetricRow,
     RunOutcome,
 )
+from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.protocols.spec.sections import gap_bounds
 from cartridge_forge.protocols.step import NO_DOCUMENT, SampleScores
@@ -57,7 +58,6 @@ from cartridge_forge.training.records import (
 )
 from cartridge_forge.training.run_results import run_results
 from cartridge_forge.training.scoring import TeacherScoring, score_key, train_scored
-from cartridge_forge.training.time_left import TimeLeft
 from cartridge_forge.training.weight_sync import WeightSync
 
 
@@ -353,7 +353,7 @@ class TrainingRun:
         step = self._state.step if arm in (*TRAINED_ARMS, "routed") else 0
 
         def keep(answers: Sequence[Answer]) -> None:
-            drawn = sampled or self._learn.rsa is not None  # its candidates always are
+            drawn = sampled or self._learn.samples_answers
             rows = [to_row(answer, arm, step, sampled=drawn) for answer in answers]
             self._directory.append_answers(rows)
 
@@ -481,3 +481,38 @@ class TrainingRun:
         except StopRequested:
             self._recorder.event("stopping", arm=self._state.arm, step=self._state.step)
             raise
+
+
+class TimeLeft:
+    """Estimate from the steps and answers so far: the mean step of each arm, and the mean seconds
+    of a question. An arm that has not begun counts with what is known of the one before it."""
+
+    def __init__(self, learn: LearnSpec, times: PhaseTimes) -> None:
+        self._train, self._evaluate, self._times = learn.train, learn.evaluate, times
+        self._seconds, self._answered, self._questions = 0.0, 0, learn.evaluate.questions
+        self.offline_steps: int | None = None  # once its text is written
+
+    def answered(self, questions: int, seconds: float, *, all_of_them: bool) -> None:
+        """Count the time of so many answered questions; `all_of_them` are those of an arm."""
+        self._seconds, self._answered = self._seconds + seconds, self._answered + questions
+        if all_of_them:
+            self._questions = questions
+
+    def seconds(self, state: RunState) -> float | None:
+        """Return the seconds left, None before the first step of this start."""
+        offline, mine = self._times.means("offline"), self._times.means("on_policy")
+        if not (offline or mine):
+            return None
+        arms = [arm for arm in self._evaluate.arms if arm not in state.arms]
+        per_question = self._seconds / self._answered if self._answered else 0.0
+        remaining = len(arms) * (1 + self._evaluate.sampled) * self._questions * per_question
+        if state.arm == "on_policy":
+            remaining += (self._train.steps - state.step) * mine["step"]
+        if "offline" not in arms:
+            return remaining
+        steps_done = state.step if state.arm == "offline" else 0
+        steps = max(0, (self.offline_steps or self._train.steps) - steps_done)
+        measured = offline or mine
+        # Text that is written takes no more time: a step's `rollout` was spent before it.
+        spent = measured["rollout"] if self.offline_steps is not None else 0.0
+        return remaining + steps * (measured["step"] - spent)

@@ -27,8 +27,7 @@ from cartridge_forge.learning.teacher import (
     score_kept,
     top_k,
 )
-from cartridge_forge.protocols.spec.objective import LossSpec
-from cartridge_forge.protocols.spec.sections import GAP_BOUNDS
+from cartridge_forge.protocols.spec.sections import GAP_BOUNDS, LossSpec
 from cartridge_forge.protocols.step import Completion, Sample
 
 SPREADS = (1, 3, 6)  # standard deviations of scores

@@ -29,8 +29,8 @@ from cartridge_forge.learning.cartridge import CartridgeBank
 from cartridge_forge.learning.decode import DecodeAttention, DecodeCache, generate
 from cartridge_forge.learning.decoder import Decoder
 from cartridge_forge.learning.decoder_config import decoder_config
+from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.losses.doc_kl import doc_kl
-from cartridge_forge.learning.losses.objective import active_channels
 from cartridge_forge.learning.step import StepOptions, train_step
 from cartridge_forge.learning.teacher import (
     DocumentKVCache,
@@ -42,7 +42,7 @@ from cartridge_forge.learning.teacher import (
 from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule
 from cartridge_forge.protocols.ports import TensorPlane
 from cartridge_forge.protocols.spec.model import ShapeSpec
-from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
+from cartridge_forge.protocols.spec.sections import LossSpec, ObjectiveSpec
 from cartridge_forge.protocols.step import (
     Completion,
     GenerateRequest,

@@ -48,7 +48,7 @@ class Sides:
         from cartridge_forge.learning.model.loading import load_model, tokenizer_of
         from cartridge_forge.learning.teacher import document_kv
         from cartridge_forge.learning.trainer import CartridgeTrainer
-        from cartridge_forge.protocols.home import models_folder
+        from cartridge_forge.protocols.files import models_folder
         from cartridge_forge.protocols.spec.loading import load_spec
 
         path = str(models_folder() / options.model)

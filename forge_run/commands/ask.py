@@ -31,15 +31,15 @@ from cartridge_forge.plugins.documents.study.run_documents import document_of_so
 from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
 from cartridge_forge.plugins.library.names import AUTO, parse_cartridge
 from cartridge_forge.plugins.library.store import CartridgeVersion
+from cartridge_forge.plugins.serve.spec import VerifySpec, load_serve
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest, SampleResult
 from cartridge_forge.protocols.errors import DataError, RunError, SpecError
-from cartridge_forge.protocols.home import model_names, models_folder
-from cartridge_forge.protocols.records.chat_date import date_of
+from cartridge_forge.protocols.files import model_names, models_folder
+from cartridge_forge.protocols.records.run_files import date_of
 from cartridge_forge.protocols.secrets import secret_text
-from cartridge_forge.protocols.spec.loading import load_resolved, load_serve
+from cartridge_forge.protocols.spec.loading import load_resolved
 from cartridge_forge.protocols.spec.model import ModelSpec
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
-from cartridge_forge.protocols.spec.serving import VerifySpec
 from cartridge_forge.protocols.step import Sampling, document_ref
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 
@@ -318,8 +318,8 @@ def _sampled(
     sampler: TokenSampler, request: SampleRequest, verify: str | None
 ) -> tuple[SampleResult, dict[str, Any] | None]:
     """Return the answer of a cartridge's sampler, and how its document verified it."""
-    from cartridge_forge.plugins.serve.answers.verification import ServedDocument, verified_answer
     from cartridge_forge.plugins.serve.engine.in_process import DOCUMENT
+    from cartridge_forge.plugins.serve.engine.verification import ServedDocument, verified_answer
 
     if verify is None:
         (result,) = asyncio.run(sampler([request]))

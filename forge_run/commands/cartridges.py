@@ -17,9 +17,9 @@ from cartridge_forge.plugins.library.importing import add_cartridge, add_finishe
 from cartridge_forge.plugins.library.names import parse_cartridge
 from cartridge_forge.plugins.library.starting import lineage
 from cartridge_forge.plugins.library.store import CartridgeStore, CartridgeVersion
+from cartridge_forge.plugins.serve.spec import load_serve
+from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.formatting import TableSection
-from cartridge_forge.protocols.spec.loading import load_serve
 
 
 def add(*, path: Path, names: Sequence[str], **where: Any) -> int:

@@ -15,8 +15,8 @@ from cartridge_forge.plugins.library.formats.base_model import (
 )
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
 from cartridge_forge.plugins.library.formats.diff import norms, provenance
+from cartridge_forge.plugins.statistics.formatting import TableSection, facts, render
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.formatting import TableSection, facts, render
 
 
 def convert(

@@ -20,19 +20,18 @@ from typing import TYPE_CHECKING, Literal
 
 from cartridge_forge.forge_run.commands import note
 from cartridge_forge.plugins.evaluate.records import Contamination, EvalRow, Evaluation
+from cartridge_forge.plugins.evaluate.spec import EvalSpec
+from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.plugins.watch.console import shown_path
 from cartridge_forge.plugins.watch.report.evaluation import (
     cells,
     markdown,
-    pair_section,
     plots,
-    section,
+    sections,
     write_page,
 )
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.files import REPOSITORY, json_lines, write_atomically
-from cartridge_forge.protocols.formatting import TableSection
-from cartridge_forge.protocols.spec.experiments import EvalSpec
 from cartridge_forge.protocols.spec.loading import load_file
 from cartridge_forge.services.run_directory import EVAL_ANSWERS, EVALUATION
 
@@ -75,7 +74,7 @@ def command(
 
         write_report(home)
     show(f"written: {shown_path(home / EVALUATION)}, eval.md, eval.html")
-    return (section(result), pair_section(result))
+    return sections(result)
 
 
 def evaluate(

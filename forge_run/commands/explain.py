@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from cartridge_forge.plugins.statistics.formatting import TableSection, facts
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.formatting import TableSection, facts
-from cartridge_forge.protocols.spec.keys import FILES, SpecFile, SpecKey, near_keys, spec_keys
+from cartridge_forge.protocols.spec.keys import SpecFile, SpecKey, near_keys, spec_files, spec_keys
 
 HEADS = ("key", "type", "default", "meaning")
 
@@ -15,7 +15,7 @@ HEADS = ("key", "type", "default", "meaning")
 def command(*, key: str) -> tuple[TableSection, ...]:
     """Return the entry of a key, such as `train.lr`; of a section with a row for each of its keys;
     of a last name alone, all keys of that name. Raises SpecError for an unknown key."""
-    every = [known for file in FILES for known in _written(file)]
+    every = [known for file in spec_files() for known in _written(file)]
     found = [known for known in every if known.key == key]
     found = found or [known for known in every if known.key.endswith(f".{key}")]
     if not found:

@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from cartridge_forge.forge_run.commands import note
+from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.evaluate.frontier_questions import findings_questions, option_questions
+from cartridge_forge.plugins.evaluate.spec import FrontierSpec
 from cartridge_forge.plugins.evaluate.strategies import ArmRow, compare
+from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.plugins.watch.report.frontier import arms_table, cells
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.files import REPOSITORY, json_lines, write_atomically
-from cartridge_forge.protocols.formatting import TableSection
 from cartridge_forge.protocols.records.answers import Answer, AnswerRow, to_row
-from cartridge_forge.protocols.spec.experiments import FrontierSpec
 from cartridge_forge.protocols.spec.loading import load_file, load_resolved
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.protocols.step import PrefixRef
@@ -45,7 +46,7 @@ def command(
     if not directory.spec.is_file():
         raise SpecError(f"{run} is no run directory: name one, such as runs/longhealth/latest")
     spec = load_resolved(directory.spec)
-    if spec.learn.data.source not in ("clinic", "longhealth"):
+    if DocumentsLearn.of(spec.learn).data.source not in ("clinic", "longhealth"):
         raise SpecError(f"run {directory.id} has no option questions: strategies answer those")
     chosen = load_file(FrontierSpec, arms or ARMS)
     if questions is not None and questions < 1:
@@ -111,7 +112,7 @@ async def _measure(
     from cartridge_forge.plugins.strategies.samplers.sampler import AlternatingSampler
     from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler
 
-    learn = spec.learn
+    learn = DocumentsLearn.of(spec.learn)
     version, cartridges = read_cartridges(chosen_checkpoint(directory.path))
     tasks = open_prompts(learn, load_tokenizer(learn.model.path), directory.date)
     numbered = dict(enumerate(sorted(cartridges.items())))

@@ -18,9 +18,10 @@ from cartridge_forge.plugins.cluster.manifests.kustomization import Tree, mesh_t
 from cartridge_forge.plugins.cluster.manifests.mesh import MeshFiles
 from cartridge_forge.plugins.cluster.manifests.objects import IMAGE, dashed, settings
 from cartridge_forge.plugins.cluster.manifests.sizing import model_size, server_resources
+from cartridge_forge.plugins.cluster.spec import DeploymentSpec, GpuClassSpec
+from cartridge_forge.plugins.serve.spec import load_serve
 from cartridge_forge.protocols.files import REPOSITORY
-from cartridge_forge.protocols.spec.hosts import DeploymentSpec, GpuClassSpec
-from cartridge_forge.protocols.spec.loading import load_file, load_serve, load_spec
+from cartridge_forge.protocols.spec.loading import load_file, load_spec
 from cartridge_forge.protocols.spec.yaml_source import read_yaml
 
 MONITORING = REPOSITORY / "deploy" / "monitoring"

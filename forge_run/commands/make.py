@@ -22,8 +22,10 @@ from cartridge_forge.forge_run.model_check import check
 from cartridge_forge.plugins.documents.formats import ReadOptions
 from cartridge_forge.plugins.documents.reading import ReadResult, read_documents
 from cartridge_forge.plugins.library.names import AUTO, is_name, romanised
+from cartridge_forge.plugins.rsa.spec import RsaLearn
+from cartridge_forge.plugins.serve.spec import load_serve
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.loading import load_serve, load_spec
+from cartridge_forge.protocols.spec.loading import load_spec
 
 MESH = "documents"  # the shipped one
 MODEL_ROLES = ("generator", "doc_teacher", "trainer")
@@ -115,7 +117,7 @@ def _plan(
     sizes_held = ModelBytes(weights, 2 * layers * heads * width * item)
     plan = planned(counts, p, minutes, rates, learn, sizes_held)
     checked = load_spec(MESH, sets=[*plan.sets, *sets]).spec.learn
-    for line in (*require_documents(checked), *plan.told()):
+    for line in (*require_documents(RsaLearn.of(checked)), *plan.told()):
         note(line)
     threads = torch.get_num_threads()  # with which the machine was measured
     return [*plan.sets, *(f"roles.{role}.threads={threads}" for role in MODEL_ROLES)]

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from cartridge_forge.forge_run.child import in_child
-from cartridge_forge.protocols.formatting import TableSection
+from cartridge_forge.plugins.rsa.spec import RsaLearn
+from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.protocols.spec.loading import LoadedSpec, load_spec
 from cartridge_forge.services.run_directory import RunDirectory
 
@@ -43,15 +44,15 @@ def run(
     loaded, notes = resolved(mesh, overlays, sets, run_dir, continues, alone=alone)
     require_runnable(loaded.spec, loaded.place)
     require_sinks(loaded.spec)
-    if loaded.spec.learn.self_study is not None and not checked:
+    if RsaLearn.of(loaded.spec.learn).self_study is not None and not checked:
         from cartridge_forge.forge_run.plan.documents import require_documents
 
-        for line in in_child(require_documents, loaded.spec.learn):
+        for line in in_child(require_documents, RsaLearn.of(loaded.spec.learn)):
             print(line, file=sys.stderr)
     from cartridge_forge.forge_run.plan.datasets import of_users, row_notes
 
-    if of_users(loaded.spec.learn):
-        notes += in_child(row_notes, loaded.spec.learn)
+    if of_users(RsaLearn.of(loaded.spec.learn)):
+        notes += in_child(row_notes, RsaLearn.of(loaded.spec.learn))
     from cartridge_forge.forge_run.launch import run as go
     from cartridge_forge.forge_run.model_check import check_for_run
 
@@ -88,7 +89,7 @@ def plan(
     from cartridge_forge.forge_run.plan import calibration
     from cartridge_forge.forge_run.plan import plan as of
     from cartridge_forge.forge_run.preflight import unmet
-    from cartridge_forge.protocols import formatting
+    from cartridge_forge.plugins.statistics import formatting
 
     loaded, notes = resolved(mesh, overlays, sets, run_dir, continues, alone=alone)
     spec = loaded.spec

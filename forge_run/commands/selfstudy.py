@@ -23,10 +23,11 @@ from cartridge_forge.forge_run.plan.plan import plan
 from cartridge_forge.plugins.documents.drafts import SynthesisPlan
 from cartridge_forge.plugins.documents.synthesis import model_name, write_study
 from cartridge_forge.plugins.documents.synthesis_rows import counts, write_parquet
+from cartridge_forge.plugins.rsa.spec import RsaLearn
+from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.plugins.strategies.samplers.sampler import Sampler
 from cartridge_forge.protocols.errors import DataError, SpecError
 from cartridge_forge.protocols.files import write_atomically
-from cartridge_forge.protocols.formatting import TableSection
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RunSpec
 
@@ -51,7 +52,7 @@ def selfstudy(
 
 def command(spec: RunSpec, out: Path, show: Callable[[str], None]) -> list[str]:
     """Write the rows and return the lines to print. Raises ForgeError."""
-    learn = spec.learn
+    learn = RsaLearn.of(spec.learn)
     if learn.self_study is None:
         raise SpecError(
             f"mesh {spec.mesh.name} has no self_study; use meshes/documents.yaml or "
@@ -92,7 +93,7 @@ def command(spec: RunSpec, out: Path, show: Callable[[str], None]) -> list[str]:
 
 @asynccontextmanager
 async def _sampler(spec: RunSpec) -> AsyncIterator[Sampler]:
-    learn = spec.learn
+    learn = RsaLearn.of(spec.learn)
     assert learn.self_study is not None
     if (api := learn.self_study.api) is not None:
         from cartridge_forge.plugins.strategies.samplers.api_sampler import ApiEndpoint, ApiSampler

@@ -25,15 +25,22 @@ from cartridge_forge.forge_run.commands import note
 from cartridge_forge.forge_run.launch import kill_mesh, monarch_environment
 from cartridge_forge.forge_run.model_check import check
 from cartridge_forge.forge_run.preflight import EMBEDDED, ON_VLLM, Fault, located, vllm_faults
+from cartridge_forge.plugins.serve.spec import (
+    RIGHTS,
+    ApiKeySpec,
+    HttpSpec,
+    HubSpec,
+    ServeSpec,
+    load_serve,
+)
+from cartridge_forge.plugins.statistics.formatting import TableSection, bytes_text, facts, lines
+from cartridge_forge.plugins.wire.listening import listen
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.formatting import TableSection, bytes_text, facts, lines
 from cartridge_forge.protocols.secrets import secret_text
 from cartridge_forge.protocols.spec.errors import SpecProblem, combined
-from cartridge_forge.protocols.spec.loading import LoadedServeSpec, load_serve
+from cartridge_forge.protocols.spec.loading import LoadedFile
 from cartridge_forge.protocols.spec.model import VALUE_BYTES, ShapeSpec, model_shape
-from cartridge_forge.protocols.spec.serving import RIGHTS, ApiKeySpec, HttpSpec, HubSpec, ServeSpec
 from cartridge_forge.services.forkserver.client import fork_server
-from cartridge_forge.services.listening import listen
 
 if TYPE_CHECKING:
     from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
@@ -57,7 +64,7 @@ def command(*, mesh: str, sets: Sequence[str], dry_run: bool) -> int | list[Tabl
     return plan(loaded) if dry_run else serve(loaded)
 
 
-def serve(loaded: LoadedServeSpec) -> int:
+def serve(loaded: LoadedFile[ServeSpec]) -> int:
     """Serve until a signal. Returns the exit code: 0 after SIGTERM, 130 after Ctrl-C, 1 when the
     generators did not end in time. Raises ForgeError when the server cannot start or its generators
     fail."""
@@ -89,7 +96,7 @@ def serve(loaded: LoadedServeSpec) -> int:
     return 130 if server.signal == signal.SIGINT else 0
 
 
-def plan(loaded: LoadedServeSpec) -> list[TableSection]:
+def plan(loaded: LoadedFile[ServeSpec]) -> list[TableSection]:
     """Return tables of the model, the limits and the cartridges to serve; starts nothing."""
     from cartridge_forge.plugins.library.formats.base_model import read_base
     from cartridge_forge.plugins.library.store import CartridgeStore
@@ -183,7 +190,7 @@ def _shape_of(spec: ServeSpec) -> ShapeSpec | None:
         return None
 
 
-def unmet(loaded: LoadedServeSpec) -> list[SpecProblem]:
+def unmet(loaded: LoadedFile[ServeSpec]) -> list[SpecProblem]:
     """Return the reasons why this spec cannot be served on this machine now; empty if it can."""
     return located(_faults(loaded.spec), loaded.place)
 
@@ -308,10 +315,10 @@ class ServeProcess:
         from cartridge_forge.plugins.library.formats.base_model import read_base
         from cartridge_forge.plugins.library.store import CartridgeStore
         from cartridge_forge.plugins.serve.access.connections import LimitedServer, limited
-        from cartridge_forge.plugins.serve.answers.strategy_runner import CatalogueStrategies
         from cartridge_forge.plugins.serve.app import create_server
         from cartridge_forge.plugins.serve.backend import RequestLimits, ServerConfig
         from cartridge_forge.plugins.serve.engine.pool_backend import PoolBackend
+        from cartridge_forge.plugins.serve.engine.strategy_runner import CatalogueStrategies
 
         spec, http = self.spec, self.spec.http
         base = read_base(Path(spec.model.path))

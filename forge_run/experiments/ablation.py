@@ -21,9 +21,10 @@ from cartridge_forge.forge_run.experiments.child_run import run_side_by_side
 from cartridge_forge.forge_run.experiments.sweep import PLAIN, planned, sweep
 from cartridge_forge.forge_run.experiments.table import table
 from cartridge_forge.forge_run.experiments.trials import Trial, require_all
+from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
+from cartridge_forge.plugins.evaluate.spec import SweepSpec
+from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.formatting import TableSection
-from cartridge_forge.protocols.spec.experiments import SweepSpec
 from cartridge_forge.protocols.spec.loading import load_spec
 
 # Keys that switch off an arm's channels. They override the user's --set.
@@ -45,7 +46,7 @@ def ablation(
     SpecError for a mesh without episodes or with a zero-weight channel."""
     sets = ("objective.compare_every=0", *sets)
     base = load_spec(mesh, overlays=overlays, sets=(*PLAIN, *sets))
-    learn, objective = base.spec.learn, base.spec.learn.objective
+    learn, objective = EpisodesLearn.of(base.spec.learn), base.spec.learn.objective
     if learn.episodes is None:
         raise SpecError(
             f"an ablation needs episodes, which its arms learn from: {mesh} has none; add the "

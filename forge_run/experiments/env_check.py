@@ -17,9 +17,10 @@ from cartridge_forge.plugins.episodes.environments.checking import (
     EnvironmentCheck,
     check_environment,
 )
+from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
+from cartridge_forge.plugins.statistics.formatting import TableSection, facts, render
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.formatting import TableSection, facts, render
-from cartridge_forge.protocols.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.yaml_source import parse_value
 
@@ -52,7 +53,7 @@ def _checked(
     if not target.endswith((".yaml", ".yml")):
         spec = spec_of(target, sets, tasks)
         return [(spec, CheckPlan(tasks, turns or 8, seed, lines))]
-    learn = load_spec(target, sets=sets).spec.learn
+    learn = EpisodesLearn.of(load_spec(target, sets=sets).spec.learn)
     if learn.episodes is None:
         raise SpecError(f"{target} has no section episodes; give a mesh that has environments")
     plan = CheckPlan(

@@ -33,10 +33,10 @@ from cartridge_forge.forge_run.experiments.trials import (
     runs_of,
     write_record,
 )
+from cartridge_forge.plugins.evaluate.spec import SweepSpec
+from cartridge_forge.plugins.statistics.formatting import TableSection, count_text
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.files import write_atomically
-from cartridge_forge.protocols.formatting import TableSection, count_text
-from cartridge_forge.protocols.spec.experiments import SweepSpec
 from cartridge_forge.protocols.spec.loading import load_file, load_spec
 from cartridge_forge.services.run_directory import RunDirectory
 

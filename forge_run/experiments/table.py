@@ -14,7 +14,14 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from cartridge_forge.forge_run.experiments.trials import Trial
+from cartridge_forge.plugins.evaluate.spec import SweepSpec
 from cartridge_forge.plugins.replay.ledger import RunSpending
+from cartridge_forge.plugins.statistics.formatting import (
+    TableSection,
+    count_text,
+    markdown_table,
+    markdown_text,
+)
 from cartridge_forge.plugins.statistics.intervals import mean_interval
 from cartridge_forge.plugins.watch.console import UNKNOWN, percent
 from cartridge_forge.plugins.watch.report.plots import (
@@ -29,13 +36,6 @@ from cartridge_forge.plugins.watch.report.plots import (
 )
 from cartridge_forge.plugins.watch.report.template import Block, render
 from cartridge_forge.protocols.errors import RunError
-from cartridge_forge.protocols.formatting import (
-    TableSection,
-    count_text,
-    markdown_table,
-    markdown_text,
-)
-from cartridge_forge.protocols.spec.experiments import SweepSpec
 from cartridge_forge.services.run_directory import RunDirectory, iter_rows
 
 if TYPE_CHECKING:

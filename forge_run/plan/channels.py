@@ -4,18 +4,19 @@ samples, external teachers and votes."""
 from __future__ import annotations
 
 from cartridge_forge.forge_run.preflight import missing_key
-from cartridge_forge.protocols.formatting import Rows, TableSection, facts
-from cartridge_forge.protocols.spec.environment import EnvironmentSpec
-from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.objective import EpisodesSpec, ObjectiveSpec
-from cartridge_forge.protocols.spec.rsa import RsaSpec
-from cartridge_forge.protocols.spec.teacher_replay import PriceSpec, ReplaySpec
-from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES
+from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
+from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.episodes.spec.learn import EpisodesSpec
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
+from cartridge_forge.plugins.replay.spec import PriceSpec, ReplaySpec
+from cartridge_forge.plugins.rsa.spec import RsaLearn, RsaSpec
+from cartridge_forge.plugins.statistics.formatting import Rows, TableSection, facts
+from cartridge_forge.protocols.spec.sections import LossSpec, ObjectiveSpec
 
 TEACHER_COLUMNS = ("teacher", "model", "dollars a million tokens", "cap", "calls at a time")
 
 
-def data_text(learn: LearnSpec) -> str:
+def data_text(learn: RsaLearn) -> str:
     """Return the `data` row of a run at clinic desks, or on a page about solving problems."""
     if learn.rsa is not None:
         problems = learn.rsa.problems
@@ -26,7 +27,7 @@ def data_text(learn: LearnSpec) -> str:
     return f"{data.patients} clinic desks, seed {data.seed}: handbooks of {data.facts} fields"
 
 
-def sections(learn: LearnSpec) -> list[TableSection]:
+def sections(learn: RsaLearn) -> list[TableSection]:
     """Return the sections on channels and, if the run has them, on teachers and votes; none for a
     run without rewards."""
     columns = ("channel", "weight", "learns from")
@@ -34,7 +35,7 @@ def sections(learn: LearnSpec) -> list[TableSection]:
         return [TableSection("channels", columns, _rsa_channels(learn, learn.rsa))]
     if learn.episodes is None:
         return []
-    weighed = learn.objective.summary(learn.loss, learn.episodes.group)
+    weighed = _weighed(learn.objective, learn.loss, learn.episodes.group)
     rows = tuple(
         (name, text, source) if weight else (name, "0", "left out")
         for name, weight, text, source in weighed
@@ -46,13 +47,39 @@ def sections(learn: LearnSpec) -> list[TableSection]:
             facts("votes", vote_rows(learn, replay))
             if learn.objective.beta
             else facts("hints", hint_rows(learn, replay))
-            if learn.objective.alpha and learn.objective.hints.asks
+            if learn.objective.alpha and learn.objective.hints.hint_teacher
             else facts("judges", judge_rows(learn, replay)),
         ]
     return tables
 
 
-def _rsa_channels(learn: LearnSpec, rsa: RsaSpec) -> Rows:
+def _weighed(
+    objective: EpisodesObjective, loss: LossSpec, group: int
+) -> tuple[tuple[str, float, str, str], ...]:
+    """Return each channel's name, weight, weight as text, and what it learns from, for a plan.
+
+    `group` is the number of episodes whose rewards are compared.
+    """
+    alpha, dpo = f"{objective.alpha:g}", objective.dpo
+    if objective.alpha_warmup_steps:
+        alpha = f"0 to {alpha} over {objective.alpha_warmup_steps} steps"
+    return (
+        ("doc_kl", objective.w_doc, f"{objective.w_doc:g}",
+         f"{loss.direction} KL to the model with the handbook, on the student's own tokens"),
+        ("grpo", objective.w_rl, f"{objective.w_rl:g}",
+         f"rewards, compared in groups of {group} episodes{objective.grpo.terms_text}"),
+        ("sdpo", objective.alpha, alpha,
+         f"turns that met an error, against {objective.sdpo.reader} under a hint: "
+         f"{objective.sdpo.source}"),
+        ("replay_dpo", objective.beta, f"{objective.beta:g}",
+         f"at most {dpo.pairs} pairs a step, each in {dpo.uses} steps, from {dpo.lag} to "
+         f"{dpo.max_age} steps after its episode"),
+        *((name, weight, f"{weight:g}", "a loss channel of a plug-in")
+          for name, weight in objective.channels.items()),
+    )  # fmt: skip
+
+
+def _rsa_channels(learn: RsaLearn, rsa: RsaSpec) -> Rows:
     weighed = f" + {rsa.greedy_reward_weight:g} x mean score" if rsa.greedy_reward_weight else ""
     source = {
         "rollout": f"{rsa.final_reward_metric} of the last population{weighed}, compared among "
@@ -69,7 +96,7 @@ def _rsa_channels(learn: LearnSpec, rsa: RsaSpec) -> Rows:
 
 def gradients_text(objective: ObjectiveSpec) -> str:
     """Return how the channels' gradients are joined, and how often they are compared."""
-    weights = (objective.w_doc, objective.w_rl, objective.alpha, objective.beta)
+    weights = objective.weights.values()
     joined, every = "summed by weight", objective.balance_every
     if objective.balance != "none" and sum(weight > 0 for weight in weights) > 1:
         measured = "every step" if every == 1 else f"every {every} steps"
@@ -78,7 +105,7 @@ def gradients_text(objective: ObjectiveSpec) -> str:
     return f"{joined}; compared every {every} steps" if every else f"{joined}; never compared"
 
 
-def sampled_episodes(learn: LearnSpec, episodes: EpisodesSpec) -> tuple[int, list[tuple[str, str]]]:
+def sampled_episodes(learn: RsaLearn, episodes: EpisodesSpec) -> tuple[int, list[tuple[str, str]]]:
     """Return the most response tokens of a step of episodes, and the rows on what is sampled."""
     sampled = episodes.tasks * episodes.group
     most = sampled * (1 + learn.objective.refills)
@@ -116,13 +143,13 @@ def environment_text(environment: EnvironmentSpec) -> str:
     return f"{named}{played}; {environment.timeout_s:g} s a move"
 
 
-def _episodes_row(learn: LearnSpec, episodes: EpisodesSpec) -> tuple[str, str]:
+def _episodes_row(learn: RsaLearn, episodes: EpisodesSpec) -> tuple[str, str]:
     count = episodes.tasks * episodes.group
     summary = f"{episodes.tasks} tasks x {episodes.group} = {count:,} a step, "
     return "episodes", f"{summary}{count * learn.train.steps:,} in all{refill_text(learn)}"
 
 
-def sampled_runs(learn: LearnSpec, rsa: RsaSpec) -> tuple[int, list[tuple[str, str]]]:
+def sampled_runs(learn: RsaLearn, rsa: RsaSpec) -> tuple[int, list[tuple[str, str]]]:
     """Return the same of a step of recursive self-aggregation."""
     steps, problems = learn.train.steps, rsa.problems
     runs = rsa.examples * rsa.rollouts_per_example
@@ -147,7 +174,7 @@ def sampled_runs(learn: LearnSpec, rsa: RsaSpec) -> tuple[int, list[tuple[str, s
     ]
 
 
-def refill_text(learn: LearnSpec) -> str:
+def refill_text(learn: RsaLearn) -> str:
     """Return what refills may add to a step's tasks; "" without them."""
     rounds = learn.objective.refills
     return f", and up to {rounds} times as many for groups without variance" if rounds else ""
@@ -170,7 +197,7 @@ def teacher_rows(replay: ReplaySpec) -> Rows:
     )  # fmt: skip
 
 
-def vote_rows(learn: LearnSpec, replay: ReplaySpec) -> list[tuple[str, str]]:
+def vote_rows(learn: RsaLearn, replay: ReplaySpec) -> list[tuple[str, str]]:
     """Return rows on the provider of the answers, the gate for calls, the loss of pairs, and
     limits."""
     dpo, steps = learn.objective.dpo, learn.train.steps
@@ -187,7 +214,7 @@ def vote_rows(learn: LearnSpec, replay: ReplaySpec) -> list[tuple[str, str]]:
     ]
 
 
-def hint_rows(learn: LearnSpec, replay: ReplaySpec) -> list[tuple[str, str]]:
+def hint_rows(learn: RsaLearn, replay: ReplaySpec) -> list[tuple[str, str]]:
     """Return rows on the provider of the hints, where a teacher writes them and none votes."""
     hints = learn.objective.hints
     return [
@@ -198,7 +225,7 @@ def hint_rows(learn: LearnSpec, replay: ReplaySpec) -> list[tuple[str, str]]:
     ]
 
 
-def judge_rows(learn: LearnSpec, replay: ReplaySpec) -> list[tuple[str, str]]:
+def judge_rows(learn: RsaLearn, replay: ReplaySpec) -> list[tuple[str, str]]:
     """Return rows on the teachers that judge episodes, where none votes and none writes hints."""
     judges = [r.teacher for r in learn.reward if r.teacher is not None]
     return [

@@ -7,22 +7,22 @@ from collections import Counter
 from cartridge_forge.forge_run.plan.inputs import row_lengths, tokenizer_at
 from cartridge_forge.plugins.documents.rows.checks import require_plain
 from cartridge_forge.plugins.documents.rows.reading import RowSet, read_row_set
+from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
 from cartridge_forge.plugins.episodes.rewards.workers import RewardWorker
+from cartridge_forge.plugins.episodes.spec.rewards import RewardSpec
+from cartridge_forge.plugins.rsa.spec import RsaLearn
+from cartridge_forge.plugins.statistics.formatting import TableSection, facts, lines
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.formatting import TableSection, facts, lines
-from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.users.rewards import RewardSpec
-from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES
 
 HEADS = ("reward", "weight", "by", "limits")
 
 
-def of_users(learn: LearnSpec) -> bool:
+def of_users(learn: RsaLearn) -> bool:
     """Return whether a spec has rows or rewards of a user's."""
     return learn.data.source in ROW_SOURCES or bool(learn.reward)
 
 
-def require_dataset(learn: LearnSpec) -> RowSet | None:
+def require_dataset(learn: RsaLearn) -> RowSet | None:
     """Return the rows, None where a spec has none. Raises DataError for rows that cannot be read or
     used, and for a reward that cannot be imported or asks for what no row has."""
     rows = read_row_set(learn) if learn.data.source in ROW_SOURCES else None
@@ -43,7 +43,7 @@ def require_dataset(learn: LearnSpec) -> RowSet | None:
     return rows
 
 
-def row_notes(learn: LearnSpec) -> list[str]:
+def row_notes(learn: RsaLearn) -> list[str]:
     """Return notes to print before a run on rows starts. Raises DataError as `require_dataset` and
     `row_lengths` do."""
     rows = require_dataset(learn)
@@ -60,7 +60,7 @@ def _require(where: str, reward: RewardSpec, columns: list[str] | None) -> None:
         worker.end()
 
 
-def sections(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
+def sections(learn: RsaLearn) -> tuple[RsaLearn, list[TableSection]]:
     """Return the spec with the number of documents, and the plan's sections on rows and rewards.
     Raises DataError as `row_notes` does."""
     if not of_users(learn):
@@ -79,7 +79,7 @@ def sections(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
     return learn, tables
 
 
-def _rows_told(learn: LearnSpec, rows: RowSet) -> list[tuple[str, str]]:
+def _rows_told(learn: RsaLearn, rows: RowSet) -> list[tuple[str, str]]:
     spec = learn.data.rows
     how = f"{learn.data.held_out:g} of them, by the hash of their prompts and data.seed"
     kinds = Counter("chat" if len(row.messages) > 1 else "text" for row in rows.training)

@@ -22,13 +22,13 @@ from cartridge_forge.plugins.documents.reading import (
     read_documents,
     require_files,
 )
+from cartridge_forge.plugins.documents.spec.documents import SEED_KINDS, SelfStudySpec
 from cartridge_forge.plugins.documents.synthesis import planned_turns
 from cartridge_forge.plugins.documents.synthesis_rows import few_turns
+from cartridge_forge.plugins.rsa.spec import RsaLearn
+from cartridge_forge.plugins.statistics.formatting import TableSection, facts, lines
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.formatting import TableSection, facts, lines
 from cartridge_forge.protocols.layout import length_warning
-from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.users.documents import SEED_KINDS, SelfStudySpec
 
 MOST_ROWS = 24
 CHARS_PER_TOKEN = 4  # of English, an estimate without the model's tokenizer
@@ -36,7 +36,7 @@ SEED_TOKENS = 90  # the seed prompt that A reads beside its passage
 HEADS = ("document", "from", "tokens", "characters", "hash", "passages of self-study, tokens")
 
 
-def studied(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
+def studied(learn: RsaLearn) -> tuple[RsaLearn, list[TableSection]]:
     """Return the spec with the documents' number and mean tokens, and the plan's sections on them.
     Raises DataError as `read_material` does."""
     if learn.self_study is None:
@@ -66,7 +66,7 @@ def studied(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
     return _sized(learn, documents, sum(counts)), sections
 
 
-def require_documents(learn: LearnSpec) -> list[str]:
+def require_documents(learn: RsaLearn) -> list[str]:
     """Return notes to print before a run starts. Raises DataError for documents or questions that
     cannot be used."""
     require_sources(learn)
@@ -80,7 +80,7 @@ def require_documents(learn: LearnSpec) -> list[str]:
     return [*remarks(parts), *_warnings(parts, learn)]
 
 
-def require_sources(learn: LearnSpec) -> None:
+def require_sources(learn: RsaLearn) -> None:
     """Refuse a missing or empty folder, and missing questions or rows, before the tokenizer is
     read, which takes seconds and may ask the hub."""
     if learn.data.source == "documents" and learn.data.path is not None:
@@ -91,7 +91,7 @@ def require_sources(learn: LearnSpec) -> None:
             raise DataError(f"there is no file {path}; check {key}")
 
 
-def _warnings(parts: Corpus, learn: LearnSpec) -> list[str]:
+def _warnings(parts: Corpus, learn: RsaLearn) -> list[str]:
     sizes = {name: len(part.tokens) for name, part in parts.parts.items()}
     texts = {
         c: sum(sizes[name] for name in chunk_names)
@@ -114,7 +114,7 @@ def remarks(parts: Corpus) -> list[str]:
     return [*(f"left out: {x}" for x in parts.left_out), *(f"note: {x}" for x in parts.notes)]
 
 
-def study_rows(learn: LearnSpec, documents: int, passages: Sequence[int]) -> list[tuple[str, str]]:
+def study_rows(learn: RsaLearn, documents: int, passages: Sequence[int]) -> list[tuple[str, str]]:
     """Return rows on the conversations and on the most tokens that asker A and answerer B read and
     write; of `passages`, in tokens, there are none where no text is at hand."""
     study = learn.self_study
@@ -179,14 +179,14 @@ def study_cost(
     )
 
 
-def passage_tokens(part: CorpusDocument, learn: LearnSpec) -> list[int]:
+def passage_tokens(part: CorpusDocument, learn: RsaLearn) -> list[int]:
     """Return the tokens of each passage that self-study draws from a document."""
     assert learn.self_study is not None
     study, seed = learn.self_study, learn.train.seed
     return [passage_of(part, i, study, seed)[0].tokens for i in range(study.questions)]
 
 
-def _row(part: CorpusDocument, learn: LearnSpec) -> tuple[str, ...]:
+def _row(part: CorpusDocument, learn: RsaLearn) -> tuple[str, ...]:
     sizes = passage_tokens(part, learn)
     return (
         part.name, part.document.source, f"{len(part.tokens):,}",
@@ -195,7 +195,7 @@ def _row(part: CorpusDocument, learn: LearnSpec) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _estimated(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
+def _estimated(learn: RsaLearn) -> tuple[RsaLearn, list[TableSection]]:
     read, left_out = learn.documents, tuple[SkippedFile, ...]()
     assert learn.data.path is not None
     if learn.data.source == "longhealth":
@@ -227,13 +227,13 @@ def _estimated(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
     ]
 
 
-def _sized(learn: LearnSpec, documents: int, tokens: int) -> LearnSpec:
+def _sized(learn: RsaLearn, documents: int, tokens: int) -> RsaLearn:
     """Return the spec with so many documents, and their mean of the tokens."""
     sizes = {"patients": documents, "document_tokens": max(1, round(tokens / documents))}
     return learn.model_copy(update={"data": learn.data.model_copy(update=sizes)})
 
 
-def _material(learn: LearnSpec, tokenizer: Any) -> Corpus:
+def _material(learn: RsaLearn, tokenizer: Any) -> Corpus:
     # Imported here, because plans of other data are to need no torch.
     from cartridge_forge.plugins.documents.study.material import read_material
     from cartridge_forge.plugins.documents.study.rows import of_parts

@@ -8,20 +8,20 @@ from typing import Any
 
 from cartridge_forge.plugins.documents.rows.reading import RowSet
 from cartridge_forge.plugins.documents.rows.records import DatasetRow
+from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
+from cartridge_forge.plugins.episodes.spec.problems import OF_DOCUMENTS
+from cartridge_forge.plugins.rsa.spec import RsaLearn
+from cartridge_forge.plugins.statistics.formatting import TableSection, facts
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.formatting import TableSection, facts
-from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.rsa import OF_DOCUMENTS
-from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES
 
 
-def at_hand(learn: LearnSpec) -> bool:
+def at_hand(learn: RsaLearn) -> bool:
     """Return whether a file of charts, or its URL, is given and there."""
     path = learn.data.path
     return path is not None and (path.startswith(("http://", "https://")) or Path(path).is_file())
 
 
-def sections(learn: LearnSpec) -> list[TableSection]:
+def sections(learn: RsaLearn) -> list[TableSection]:
     """Return the plan's section on the charts of a run without self-study, after every check that
     the run makes of its charts, problems and texts. Raises DataError as the run does."""
     if learn.self_study is not None or learn.data.source in ROW_SOURCES:
@@ -43,7 +43,7 @@ def sections(learn: LearnSpec) -> list[TableSection]:
     return [_charts(learn)]
 
 
-def _charts(learn: LearnSpec) -> TableSection:
+def _charts(learn: RsaLearn) -> TableSection:
     from cartridge_forge.plugins.clinic.text import is_held_out
     from cartridge_forge.plugins.documents.study.longhealth import open_prompts, read_patients
 
@@ -66,7 +66,7 @@ def _charts(learn: LearnSpec) -> TableSection:
     return facts(f"charts of {learn.data.path}", rows)
 
 
-def row_lengths(learn: LearnSpec, rows: RowSet) -> list[str]:
+def row_lengths(learn: RsaLearn, rows: RowSet) -> list[str]:
     """Return notes on rows whose prompt is too long to be answered: of an episode, over
     `episodes.max_context`; else over what `train.row_tokens` leaves. Without a tokenizer the
     note is that they are unknown.
@@ -89,7 +89,7 @@ def row_lengths(learn: LearnSpec, rows: RowSet) -> list[str]:
         used = (row.document or PRIMER for row in (*rows.training, *rows.held_out))
         require_lengths(learn, {name: texts[name] for name in used}, tokenizer)
     else:
-        from cartridge_forge.protocols.spec.users.documents import SelfStudySpec
+        from cartridge_forge.plugins.documents.spec.documents import SelfStudySpec
 
         most, key = learn.train.row_tokens - learn.rollout.max_tokens, "train.row_tokens"
         why = "they are left out"

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cartridge_forge.plugins.documents.spec.documents import WRITTEN_KINDS, StudyKind
 from cartridge_forge.plugins.evaluate.calibration import MachineRates
+from cartridge_forge.plugins.rsa.spec import RsaLearn
+from cartridge_forge.plugins.statistics.formatting import bytes_text
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.formatting import bytes_text
-from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.users.documents import WRITTEN_KINDS, StudyKind
 
 RATIO = 10  # document tokens for each of a cartridge's, where the user says nothing
 LEAST_TOKENS, MOST_TOKENS = 32, 512  # of a cartridge that is chosen
@@ -111,7 +111,7 @@ def cartridge_tokens(counts: Sequence[int], tokens: int | None, ratio: float | N
 
 
 def planned(
-    counts: Sequence[int], tokens: int, minutes: float, rates: MachineRates, learn: LearnSpec,
+    counts: Sequence[int], tokens: int, minutes: float, rates: MachineRates, learn: RsaLearn,
     size: ModelBytes,
 ) -> MakePlan:  # fmt: skip
     """Return the plan for documents of so many tokens. Raises DataError, with the minutes that it
@@ -149,7 +149,7 @@ def planned(
     )  # fmt: skip
 
 
-def _matching(counts: Sequence[int], learn: LearnSpec) -> float:
+def _matching(counts: Sequence[int], learn: RsaLearn) -> float:
     """Return the tokens whose reading takes as long as making the first cartridges."""
     if learn.cartridge.init != "attention_matching":
         return 0.0

@@ -37,7 +37,9 @@ from cartridge_forge.plugins.cluster.manifests.sizing import (
     touched_bytes,
     trainable_numbers,
 )
-from cartridge_forge.protocols.formatting import (
+from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
+from cartridge_forge.plugins.rsa.spec import RsaLearn
+from cartridge_forge.plugins.statistics.formatting import (
     TableSection,
     bytes_text,
     count_text,
@@ -46,10 +48,8 @@ from cartridge_forge.protocols.formatting import (
     seconds_text,
 )
 from cartridge_forge.protocols.layout import CartridgeLayout, length_warning
-from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.protocols.spec.model import VALUE_BYTES, ShapeSpec, model_shape
-from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES
 from cartridge_forge.protocols.spec.yaml_source import SourceLocation
 
 AT_RUN_TIME = "measured at run time"
@@ -67,7 +67,7 @@ def plan(
     those of two GPUs. `refused` says why the model is not computed. Raises SpecError for a damaged
     config.json, and DataError for data that the run would refuse."""
     size = known_size(spec.learn.model)
-    learn, on_rows = datasets.sections(spec.learn)
+    learn, on_rows = datasets.sections(RsaLearn.of(spec.learn))
     learn, on_documents = documents.studied(learn)
     spec = spec.model_copy(update={"learn": learn})
     sections = [
@@ -108,7 +108,7 @@ def _run_section(spec: RunSpec) -> TableSection:
         (
             ("config", mesh.config),
             ("model", f"{spec.learn.model.path}, {spec.learn.model.dtype}"),
-            ("data", _data_text(spec.learn)),
+            ("data", _data_text(RsaLearn.of(spec.learn))),
             ("run directory", f"{spec.default_run_root}/<run>"),
             ("tensor plane", f"{mesh.carrier}: {mesh.carrier_reason}"),
             *([] if mesh.hosts.kind == "local" else [("publish", mesh.publish_reason)]),
@@ -117,7 +117,7 @@ def _run_section(spec: RunSpec) -> TableSection:
     )
 
 
-def _data_text(learn: LearnSpec) -> str:
+def _data_text(learn: RsaLearn) -> str:
     data = learn.data
     if data.source in ROW_SOURCES:
         return f"{data.source}: {data.path}"
@@ -150,7 +150,7 @@ def _roles_section(spec: RunSpec) -> TableSection:
 
 
 def _memory_section(spec: RunSpec, size: ModelSize | None) -> TableSection:
-    learn = spec.learn
+    learn = RsaLearn.of(spec.learn)
     tokens, documents = learn.cartridge.tokens, learn.data.patients
     frozen = learn.cartridge.frozen_tokens
     held = f"for each of {documents}"
@@ -184,7 +184,7 @@ def _memory_section(spec: RunSpec, size: ModelSize | None) -> TableSection:
     return facts("memory", rows)
 
 
-def _divided_rows(learn: LearnSpec, size: ModelSize) -> list[tuple[str, str]]:
+def _divided_rows(learn: RsaLearn, size: ModelSize) -> list[tuple[str, str]]:
     """Return a row on what ranks divide of a layer, where they do."""
     found = {
         role: parts
@@ -203,7 +203,7 @@ def _divided_rows(learn: LearnSpec, size: ModelSize) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _decoder_text(learn: LearnSpec) -> str:
+def _decoder_text(learn: RsaLearn) -> str:
     """Return what runs the model."""
     path = Path(learn.model.path) / "config.json"
     if not path.is_file():
@@ -212,7 +212,7 @@ def _decoder_text(learn: LearnSpec) -> str:
     return "our own" if known else "transformers: our own does not know this architecture"
 
 
-def _document_rows(learn: LearnSpec, per_token: int, *, spilling: bool) -> list[tuple[str, str]]:
+def _document_rows(learn: RsaLearn, per_token: int, *, spilling: bool) -> list[tuple[str, str]]:
     budget, tokens = learn.teacher.max_kv_bytes, learn.data.document_tokens
     beside = learn.teacher.host_kv_bytes if spilling else 0
     if tokens is None:
@@ -237,7 +237,7 @@ def _document_rows(learn: LearnSpec, per_token: int, *, spilling: bool) -> list[
     ]
 
 
-def _budget_section(learn: LearnSpec) -> TableSection:
+def _budget_section(learn: RsaLearn) -> TableSection:
     """Return the upper bounds of what is sampled."""
     steps, evaluate, staleness = learn.train.steps, learn.evaluate, learn.train.staleness
     answers = len(evaluate.arms) * evaluate.questions * (2 if evaluate.sampled else 1)
@@ -268,7 +268,7 @@ def _budget_section(learn: LearnSpec) -> TableSection:
     return facts("budget", rows)
 
 
-def _update_rows(learn: LearnSpec) -> list[tuple[str, str]]:
+def _update_rows(learn: RsaLearn) -> list[tuple[str, str]]:
     """Return a row on the optimiser updates of a step, where there are several."""
     passes, parts = learn.train.updates_per_rollout, learn.train.minibatches
     if passes * parts == 1:
@@ -278,7 +278,7 @@ def _update_rows(learn: LearnSpec) -> list[tuple[str, str]]:
     ]
 
 
-def _warm_text(learn: LearnSpec) -> str:
+def _warm_text(learn: RsaLearn) -> str:
     warm = learn.train.warm_start
     if warm is None:
         return ""
@@ -289,7 +289,7 @@ def _warm_text(learn: LearnSpec) -> str:
 def _roofline_section(spec: RunSpec, host: DevicePeaks | None) -> TableSection:
     phases = step_workload(spec if host is None else _undivided(spec))
     if not phases:
-        return lines("roofline of a step", [_not_estimated(spec.learn)])
+        return lines("roofline of a step", [_not_estimated(RsaLearn.of(spec.learn))])
     devices = (A100, H200) if host is None else (host,)
     rows = [(low.name, *_phase_cells(low, high, devices)) for low, high in phases]
     counted = phases[:-1]  # without the document re-read
@@ -305,7 +305,7 @@ def _roofline_section(spec: RunSpec, host: DevicePeaks | None) -> TableSection:
             f"least times at this machine's measured {host.flops / 1e9:,.0f} GFLOP/s and "
             f"{host.bandwidth / 1e9:,.0f} GB/s"
         )
-    prompt = _workload(spec.learn).prompt
+    prompt = _workload(RsaLearn.of(spec.learn)).prompt
     return TableSection(
         f"roofline of a step: {peaks}, prompts of {prompt} tokens, all of one document .. each of "
         "its own",
@@ -324,7 +324,7 @@ def _undivided(spec: RunSpec) -> RunSpec:
     return spec.model_copy(update={"mesh": spec.mesh.model_copy(update={"roles": roles})})
 
 
-def _not_estimated(learn: LearnSpec) -> str:
+def _not_estimated(learn: RsaLearn) -> str:
     """Return the reason why a step has no roofline."""
     if learn.rsa is not None:
         return "not estimated for rsa, whose prompts hold what was said before"
@@ -337,13 +337,13 @@ def _not_estimated(learn: LearnSpec) -> str:
 
 def step_workload(spec: RunSpec) -> tuple[tuple[PhaseCost, PhaseCost], ...]:
     """Return `step_phases` of the spec's own step; empty where the plan has no roofline for it."""
-    learn, shape = spec.learn, model_shape(spec.learn.model)
+    learn, shape = RsaLearn.of(spec.learn), model_shape(spec.learn.model)
     if learn.rsa or learn.episodes or shape is None or not learn.data.document_tokens:
         return ()
     return step_phases(spec, shape, _workload(learn))
 
 
-def _workload(learn: LearnSpec) -> Workload:
+def _workload(learn: RsaLearn) -> Workload:
     assert learn.data.document_tokens is not None
     prompt = learn.data.prompt_tokens or learn.train.row_tokens - learn.rollout.max_tokens
     return Workload(
@@ -364,7 +364,7 @@ def step_phases(
     The samples of a phase are shared by the replicas of its role, the trainer's by its copies of
     the base. Ranks that divide a base share its work; what they exchange is not counted. The
     document re-read is for comparison; a step does not contain it."""
-    roles, learn = spec.mesh.roles, spec.learn
+    roles, learn = spec.mesh.roles, RsaLearn.of(spec.learn)
 
     def pair(
         phase: Callable[[ShapeSpec, Workload], PhaseCost], role: str, copies: int
@@ -390,7 +390,7 @@ def moved_phases(spec: RunSpec, size: ModelSize) -> tuple[PhaseCost, PhaseCost]:
     """Return what a step moves over one process's host link, of the cartridges that it changes at
     most: the version, out of the trainer and into a reader, and the trainer's last state. The disk
     that takes the state is not counted."""
-    learn = spec.learn
+    learn = RsaLearn.of(spec.learn)
     version = touched_bytes(learn, published_bytes(learn, size))
     state = touched_bytes(learn, checkpoint_bytes(learn, size))
     return (
@@ -417,7 +417,7 @@ LAYOUT_HEADS = ("cartridge", "learns from", "contexts", "their tokens", "their K
 MOST_NAMES = 6  # of a cartridge's documents
 
 
-def layout_sections(learn: LearnSpec, size: ModelSize | None) -> list[TableSection]:
+def layout_sections(learn: RsaLearn, size: ModelSize | None) -> list[TableSection]:
     """Return a row for each cartridge; nothing where every document has its own, uncut, or where
     the documents or the model's tokenizer are not at hand."""
     if learn.cartridge.per == "document" and learn.teacher.context_tokens is None:
@@ -439,7 +439,7 @@ def layout_sections(learn: LearnSpec, size: ModelSize | None) -> list[TableSecti
     return [TableSection(title, LAYOUT_HEADS, tuple(rows))]
 
 
-def _contexts(learn: LearnSpec) -> tuple[CartridgeLayout, Mapping[str, int]] | None:
+def _contexts(learn: RsaLearn) -> tuple[CartridgeLayout, Mapping[str, int]] | None:
     """Return the layout and the tokens of every context, as the teacher reads it."""
     data = learn.data
     if data.source == "longhealth" and not at_hand(learn):

@@ -16,7 +16,8 @@ from cartridge_forge.plugins.cluster.manifests.sizing import (
     touched_bytes,
     touched_cartridges,
 )
-from cartridge_forge.protocols.formatting import TableSection, bytes_text, facts
+from cartridge_forge.plugins.rsa.spec import RsaLearn
+from cartridge_forge.plugins.statistics.formatting import TableSection, bytes_text, facts
 from cartridge_forge.protocols.spec.mesh import (
     CARTRIDGE_READERS,
     HINTED_TEACHER,
@@ -91,7 +92,7 @@ def _items(memory: MemoryNeeds) -> list[tuple[str, str]]:
 
 def step_bytes(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, str], ...]:
     """Return rows on the bytes that each step moves over the tensor plane and writes to disk."""
-    learn = spec.learn
+    learn = RsaLearn.of(spec.learn)
     readers = sum(role.replicas for name, role in spec.roles if name in CARTRIDGE_READERS)
     version = touched_bytes(learn, published_bytes(learn, size))
     scores = scores_bytes(learn, size, step_tokens(learn))

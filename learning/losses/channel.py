@@ -1,7 +1,11 @@
 """Define the interface of a loss channel: the samples it reads, its loss term and its denominator.
+Open those of a step.
 
-A new channel is a file in this folder with a class of this interface, a section of
-`protocols.spec.objective.ObjectiveSpec`, and an entry in `learning.losses.objective.CHANNELS`.
+    total = sum over channels of  weight * total / denominator
+
+A channel of weight 0 is not even imported, so the step is bit for bit the step without it. A
+channel without data contributes 0 and no gradient. A new channel is a class of this interface that
+the table of plug-ins names; its weight and its keys are in a subclass of `ObjectiveSpec`.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from torch import Tensor
 from cartridge_forge.learning.batch import BatchReader, ChunkedLogits, MicroBatch
 from cartridge_forge.learning.teacher import TeacherDistribution
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
+from cartridge_forge.protocols.plugins import resolve
+from cartridge_forge.protocols.spec.sections import LossSpec, ObjectiveSpec
 from cartridge_forge.protocols.step import TrainBatch
 
 
@@ -313,3 +318,14 @@ def _norm(gradient: Tensor) -> float:
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten().double() for tensor in tensors])
+
+
+def active_channels(objective: ObjectiveSpec, loss: LossSpec | None = None) -> list[LossChannel]:
+    """Return the channels of nonzero weight, in the order of `objective.weights`, before any
+    warm-up (`LossChannel.at`). Raises SpecError for one whose plug-in is not installed."""
+    loss = loss or LossSpec()
+    return [
+        resolve("channels", name).from_spec(objective, loss)
+        for name, weight in objective.weights.items()
+        if weight
+    ]

@@ -32,7 +32,7 @@ from cartridge_forge.learning.batch import ChunkedLogits, Item, MicroBatch
 from cartridge_forge.learning.losses.channel import LossChannel, LossTerm, check_scores, counted
 from cartridge_forge.learning.teacher import TeacherDistribution
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
+from cartridge_forge.protocols.spec.sections import LossSpec, ObjectiveSpec
 from cartridge_forge.protocols.step import Sample, TrainBatch
 
 IMPOSSIBLE = float("-inf")  # the log-probability of an outcome that a side rules out

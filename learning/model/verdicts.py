@@ -4,7 +4,7 @@ $FORGE_HOME/checks/KEY.json              a verdict; KEY is the hash of weights, 
 $FORGE_HOME/checks/weights/STATE.txt     the hash of weight files whose sizes, inodes and times of
                                          change are those of STATE, so that they are read once
 
-Without FORGE_HOME the folder is in the user's cache (`protocols.home`). The last MOST of each are
+Without FORGE_HOME the folder is in the user's cache (`protocols.files`). The last MOST of each are
 kept. A folder that cannot be written keeps nothing: the check is made again.
 """
 
@@ -20,8 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from cartridge_forge.protocols.files import write_atomically
-from cartridge_forge.protocols.home import checks_folder
+from cartridge_forge.protocols.files import checks_folder, write_atomically
 
 WEIGHT_FILES = (
     "*.safetensors",

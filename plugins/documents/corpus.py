@@ -27,10 +27,10 @@ from cartridge_forge.plugins.documents.reading import (
     UserDocument,
     read_documents,
 )
+from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.layout import CartridgeLayout, layout_of
 from cartridge_forge.protocols.records.answers import hash_of
-from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.training.renderer import ChatRenderer
 
 POSITIONS = "max_position_embeddings"  # in a model's config
@@ -113,7 +113,7 @@ def context_tokens(path: str) -> int | None:
     return positions if isinstance(positions, int) else None
 
 
-def read_parts(spec: LearnSpec, tokenizer: Any) -> Corpus:
+def read_parts(spec: DocumentsLearn, tokenizer: Any) -> Corpus:
     """Return the run's documents. Raises DataError for data.path that cannot be read, a document
     that is too long for `documents.long: refuse`, more documents than data.patients, and where none
     is left."""
@@ -136,7 +136,7 @@ def read_parts(spec: LearnSpec, tokenizer: Any) -> Corpus:
 
 
 def corpus_of(
-    spec: LearnSpec,
+    spec: DocumentsLearn,
     reading: ReadResult,
     tokenizer: Any,
     owners: Mapping[str, str] | None = None,
@@ -189,12 +189,12 @@ def corpus_of(
     return Corpus(parts, layout, tuple(left_out), tuple(notes))
 
 
-def room_beside_a_row(spec: LearnSpec, context: int) -> int:
+def room_beside_a_row(spec: DocumentsLearn, context: int) -> int:
     """Return the tokens that a model which reads `context` tokens has before a prompt."""
     return context - spec.train.row_tokens - TEMPLATE_TOKENS
 
 
-def longest(spec: LearnSpec, context: int | None) -> int | None:
+def longest(spec: DocumentsLearn, context: int | None) -> int | None:
     """Return the most tokens of a document or chunk that a teacher with a context of so many tokens
     reads, None without a bound. Raises DataError where none longer than a cartridge of its own fits
     the model, or the overlap is too large."""
@@ -206,8 +206,8 @@ def longest(spec: LearnSpec, context: int | None) -> int | None:
             f"({spec.train.row_tokens}): no document longer than cartridge.tokens "
             f"({spec.cartridge.tokens}) is left; lower one of the two"
         )
-    bounds = (spec.teacher.context_tokens, spec.documents.max_tokens)
-    most = min((bound for bound in (room, *bounds) if bound is not None), default=None)
+    bounds = (room, spec.teacher.context_tokens)
+    most = min((bound for bound in bounds if bound is not None), default=None)
     if most is not None and 2 * spec.documents.overlap >= most:
         raise DataError(
             f"documents.overlap must be under half of a part ({most} tokens): got "

@@ -16,10 +16,10 @@ from cartridge_forge.plugins.documents.chunks import Chunk, random_chunk
 from cartridge_forge.plugins.documents.corpus import CorpusDocument
 from cartridge_forge.plugins.documents.filters import TextBounds
 from cartridge_forge.plugins.documents.seed_prompts import asking, plain_turn
+from cartridge_forge.plugins.documents.spec.documents import SEED_KINDS, SelfStudySpec
 from cartridge_forge.plugins.documents.synthesis_rows import StudyRow
 from cartridge_forge.plugins.documents.text_turns import question_prompt, quizzed, text_turn
 from cartridge_forge.protocols.files import utc_text
-from cartridge_forge.protocols.spec.users.documents import SEED_KINDS, SelfStudySpec
 from cartridge_forge.protocols.step import stream_seed
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 

@@ -1,5 +1,5 @@
 """Convert a file's bytes to texts, without IO: text and markup as they are, HTML, PDF, JSON, tables
-of values, notebooks, and by `documents.office` zipped documents.
+of values, notebooks, and by `documents.readers.office` zipped documents.
 
 Every reader raises DataError with the fault and its remedy; the caller adds the file's name.
 """
@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cartridge_forge.plugins.documents.html_text import html_text
-from cartridge_forge.plugins.documents.office import (
+from cartridge_forge.plugins.documents.readers.html_text import html_text
+from cartridge_forge.plugins.documents.readers.office import (
     docx_text,
     epub_text,
     open_document_text,
@@ -26,7 +26,7 @@ from cartridge_forge.plugins.documents.office import (
     table_text,
     xlsx_text,
 )
-from cartridge_forge.plugins.documents.pdf_text import pdf_text
+from cartridge_forge.plugins.documents.readers.pdf_text import pdf_text
 from cartridge_forge.protocols.errors import DataError
 
 # A UTF-32 mark begins with UTF-16's: the longer ones are checked first.

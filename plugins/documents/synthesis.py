@@ -26,6 +26,7 @@ from cartridge_forge.plugins.documents.drafts import (
 )
 from cartridge_forge.plugins.documents.filters import ECHO_WORDS, DuplicateFilter, fault, normalised
 from cartridge_forge.plugins.documents.seed_prompts import asking_on, plain_next_turn
+from cartridge_forge.plugins.documents.spec.documents import SEED_KINDS, SelfStudySpec
 from cartridge_forge.plugins.documents.synthesis_rows import StudyRow, from_dict
 from cartridge_forge.plugins.documents.text_turns import (
     TURNS,
@@ -40,7 +41,6 @@ from cartridge_forge.protocols.files import (
     utc_text,
     write_atomically,
 )
-from cartridge_forge.protocols.spec.users.documents import SEED_KINDS, SelfStudySpec
 from cartridge_forge.protocols.step import Sampling, stream_seed
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 

@@ -18,10 +18,10 @@ from cartridge_forge.plugins.episodes.environments.rollout import (
     resets,
     run_episodes,
 )
+from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
 from cartridge_forge.plugins.episodes.task_sources.base import TaskSource
 from cartridge_forge.plugins.episodes.task_sources.rewards import EpisodeRewards
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Episode, Observation, Task
-from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.step import PrefixRef, Sampling, stream_seed
 from cartridge_forge.services.pool.pool import gather
 from cartridge_forge.training.records import GenerateCall
@@ -33,7 +33,7 @@ class EpisodePlay:
 
     def __init__(
         self,
-        spec: LearnSpec,
+        spec: EpisodesLearn,
         source: TaskSource,
         conversation: ChatRenderer,
         move: Moving,

@@ -19,10 +19,10 @@ from cartridge_forge.plugins.episodes.environments.hints import (
     sibling_hint,
     template_hint,
 )
+from cartridge_forge.plugins.episodes.spec.objective import HintSpec
 from cartridge_forge.plugins.replay.client import TeacherReplayClient
 from cartridge_forge.protocols.episodes import Episode, TurnHint
 from cartridge_forge.protocols.errors import RunError
-from cartridge_forge.protocols.spec.objective import HintSpec
 from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
 from cartridge_forge.protocols.teacher_replay import AgentMessage, ReplayState, TextAction
 from cartridge_forge.services.pool.pool import Pool
@@ -69,8 +69,8 @@ class HintWriter:
             return [sibling_hint(f, episodes, least) for f in failed]
         # An episode that broke off may not know its answer; the others of its task do.
         answers = {e.group: expected for e in episodes if (expected := expected_of(e)) is not None}
-        if self._spec.asks is not None:
-            pending = [self._by_teacher(self._spec.asks, f, answers) for f in failed]
+        if self._spec.hint_teacher is not None:
+            pending = [self._by_teacher(self._spec.hint_teacher, f, answers) for f in failed]
             return list(await asyncio.gather(*pending))
         return await self._by_generator(failed, answers, version, generate)
 

@@ -20,12 +20,11 @@ from cartridge_forge.plugins.episodes.environments.action_parsing import ActionF
 from cartridge_forge.plugins.episodes.environments.training_signals import training_pair
 from cartridge_forge.plugins.replay.client import TeacherReplayClient
 from cartridge_forge.plugins.replay.prompts import state_hash
+from cartridge_forge.plugins.replay.spec import DpoSpec, ReplaySpec
 from cartridge_forge.plugins.replay.vote_records import from_row, to_row
 from cartridge_forge.plugins.replay.voting import pair_of, worth_asking
 from cartridge_forge.protocols import teacher_replay
 from cartridge_forge.protocols.errors import DataError, RunError
-from cartridge_forge.protocols.spec.objective import DpoSpec
-from cartridge_forge.protocols.spec.teacher_replay import ReplaySpec
 from cartridge_forge.protocols.step import PreferencePair
 from cartridge_forge.protocols.teacher_replay import PanelVerdict, ReplayState
 from cartridge_forge.services.clients import HintedTeacherClient, TrainerClient

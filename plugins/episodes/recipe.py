@@ -20,6 +20,13 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
+from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
+from cartridge_forge.plugins.episodes.ahead import (
+    GroupsAhead,
+    JoinedGenerate,
+    joined_generate,
+    oldest_version,
+)
 from cartridge_forge.plugins.episodes.clients import EnvironmentClient
 from cartridge_forge.plugins.episodes.environments.episode_files import to_row
 from cartridge_forge.plugins.episodes.environments.failures import (
@@ -47,6 +54,7 @@ from cartridge_forge.plugins.episodes.episode_play import EpisodePlay, in_groups
 from cartridge_forge.plugins.episodes.hint_writers import HintWriter
 from cartridge_forge.plugins.episodes.losses.advantages import varying
 from cartridge_forge.plugins.episodes.preferences import AskedState, PreferenceQueue
+from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
 from cartridge_forge.plugins.episodes.task_sources.base import TaskSource
 from cartridge_forge.plugins.episodes.task_sources.opening import open_tasks
 from cartridge_forge.plugins.episodes.task_sources.rewards import EpisodeRewards
@@ -56,9 +64,7 @@ from cartridge_forge.protocols.episodes import Episode, Task, TurnHint
 from cartridge_forge.protocols.layout import layout_of
 from cartridge_forge.protocols.records.answers import Answer, KeepAnswers, hash_of
 from cartridge_forge.protocols.records.run_files import MeasuredAccuracy
-from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
-from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES
 from cartridge_forge.protocols.step import (
     BARE,
     NO_DOCUMENT,
@@ -72,12 +78,6 @@ from cartridge_forge.protocols.step import (
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.services.mesh import Mesh
 from cartridge_forge.services.run_directory import RunDirectory
-from cartridge_forge.training.ahead import (
-    GroupsAhead,
-    JoinedGenerate,
-    joined_generate,
-    oldest_version,
-)
 from cartridge_forge.training.recipe import Recipe, Route, drawn_steps, own_cartridge
 from cartridge_forge.training.records import (
     GenerateCall,
@@ -96,7 +96,7 @@ class ToolEpisodesRecipe(Recipe):
     """Train on episodes of `source` over the pools of a mesh."""
 
     def __init__(
-        self, spec: LearnSpec, source: TaskSource, tokenizer: Any, mesh: Mesh,
+        self, spec: EpisodesLearn, source: TaskSource, tokenizer: Any, mesh: Mesh,
         date: datetime | None = None,
     ) -> None:  # fmt: skip
         """Render prompts of `date`, None for now."""
@@ -421,7 +421,7 @@ def _doc_batch(episodes: Sequence[Episode]) -> TrainBatch:
 
 
 def open_recipe(
-    learn: LearnSpec, tokenizer: Any, mesh: Mesh, directory: RunDirectory | None
+    learn: EpisodesLearn, tokenizer: Any, mesh: Mesh, directory: RunDirectory | None
 ) -> ToolEpisodesRecipe:
     """Return the recipe of a spec with episodes."""
     tasks = open_tasks(learn, tokenizer, directory)

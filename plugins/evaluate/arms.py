@@ -1,11 +1,13 @@
 """Run the arms of `forge eval` on one evaluation suite, and keep every answer.
 
 teacher   the whole document: sampled answers to every question, once
-bare      no document: sampled answers to every probe, once
+bare      no document: sampled answers to every probe, once; greedy ones to format prompts
 arm       answers greedily -> right, exact, F1, unparsed
           reads the right answers, the passages -> perplexity
           reads the teacher's answers -> agreement; the bare model's -> forgetting
           begins the passages, the teacher goes on -> perplexity of the teacher's words
+          writes where passages are asked for, the teacher reads -> accepted, precision, KL
+          samples answers -> right; answers format prompts -> obeyed
 """
 
 from __future__ import annotations
@@ -24,14 +26,18 @@ from cartridge_forge.plugins.documents.study.agreement import (
     users_answer,
 )
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion
+from cartridge_forge.plugins.evaluate.own_text import WrittenText, summary
 from cartridge_forge.plugins.evaluate.questions import EvalQuestion, EvalSuite, QuestionReading
 from cartridge_forge.plugins.evaluate.records import (
     AfterOwn,
     EvalRow,
     Forgetting,
+    Formats,
+    FreeRunning,
     PairedDifference,
     Perplexity,
 )
+from cartridge_forge.plugins.evaluate.spec import EvalSpec
 from cartridge_forge.plugins.statistics.intervals import (
     mean_interval,
     paired_difference,
@@ -39,9 +45,8 @@ from cartridge_forge.plugins.statistics.intervals import (
     wilson_interval,
 )
 from cartridge_forge.protocols.errors import PublishError
-from cartridge_forge.protocols.records.answers import mean_nll, to_row
+from cartridge_forge.protocols.records.answers import Answer, hash_of, mean_nll, to_row
 from cartridge_forge.protocols.records.run_files import Agreement
-from cartridge_forge.protocols.spec.experiments import EvalSpec
 from cartridge_forge.protocols.step import (
     BARE,
     SEPARATOR,
@@ -129,6 +134,7 @@ class RequestWindow:
         self._taught: list[HeldOutQuestion] = []
         self._general: list[HeldOutQuestion] = []
         self._bare_accuracy = 0.0
+        self._bare_obeyed: list[float] = []
 
         read = {about: PrefixRef(f"document/{about}", 0) for about in paper.abouts}
         self._whole = EvalArm("document", "", read, 0.0)
@@ -140,6 +146,7 @@ class RequestWindow:
         self._general = await self._exams(bare, self._paper.probes)
         if self._paper.probes:
             self._bare_accuracy = fmean(await self._right(bare, self._paper.probes))
+        self._bare_obeyed = await self._obeyed(bare)
 
     async def sit(self, arm: EvalArm) -> ArmAnswers:
         items = self._paper.items
@@ -154,6 +161,8 @@ class RequestWindow:
         low, high = wilson_interval(round(sum(right)), len(right))
         wanted = [i.right for i in items if i.right is not None] or _readings(self._taught)
         answers_read, nll = await self._perplexity(arm, wanted)
+        free, free_rows = await self._free_running(arm) if self._spec.free_tokens else (None, ())
+        obeyed = await self._obeyed(arm)
         heads = self._paper.heads
         learned = self._paper.about.layout.contexts.values()
         sizes = [sum(len(heads[c]) for c in contexts) for contexts in learned]
@@ -174,23 +183,19 @@ class RequestWindow:
             if self._paper.passages and self._spec.own_tokens else None,
             teacher=_agreement(kl, agreement, self._taught),
             forgetting=await self._forgetting(arm) if self._paper.probes else None,
-        )  # fmt: skip
-        records = zip(items, completions, texts, strict=True)
-        about = self._paper.about
-        answers = [
-            replace(
-                users_answer(i.asked, c, a, nll.get(i.asked.id), about.hashes),
-                cartridge=arm.routed[i.prompt_ids].name.removeprefix("cartridge/")
-                if arm.routed
-                else about.layout.cartridge_of(i.asked.document),
-                contexts=tuple(i.about.split(SEPARATOR)),
+            free_running=free,
+            formats=Formats(
+                obeyed=fmean(obeyed), obeyed_without=fmean(self._bare_obeyed), n=len(obeyed)
             )
-            for i, c, a in records
+            if obeyed else None,
+        )  # fmt: skip
+        answers = [
+            self._answer(arm, i, c, a, nll.get(i.asked.id))
+            for i, c, a in zip(items, completions, texts, strict=True)
         ]
         rows = tuple(
             {
-                **to_row(answer if i.known else replace(answer, right=None), arm.name, arm.step,
-                         sampled=False),
+                **to_row(answer, arm.name, arm.step, sampled=False),
                 "gave": gave, "exact": e if i.known else None, "f1": f if i.known else None,
                 "kl": k, "top1": s,
             }
@@ -198,7 +203,123 @@ class RequestWindow:
                 items, answers, judged, words, kl, agreement, strict=True
             )
         )  # fmt: skip
-        return ArmAnswers(row, tuple(right if has_answers else agreement), rows)
+        return ArmAnswers(row, tuple(right if has_answers else agreement), (*rows, *free_rows))
+
+    def _answer(
+        self, arm: EvalArm, item: EvalQuestion, completion: Completion, text: str, nll: float | None
+    ) -> Answer:
+        """Return the record of an arm's answer to a question."""
+        about = self._paper.about
+        answer = users_answer(item.asked, completion, text, nll, about.hashes)
+        if not item.known:
+            answer = replace(answer, right=None)
+        return replace(
+            answer,
+            cartridge=arm.routed[item.prompt_ids].name.removeprefix("cartridge/")
+            if arm.routed
+            else about.layout.cartridge_of(item.asked.document),
+            contexts=tuple(item.about.split(SEPARATOR)),
+        )
+
+    async def _free_running(self, arm: EvalArm) -> tuple[FreeRunning, tuple[dict[str, Any], ...]]:
+        """Return what an arm does by itself, with a row of each text and each sampled answer."""
+        greedy = await self._own_texts(arm, sampled=False)
+        sampled = await self._own_texts(arm, sampled=True)
+        items, ambiguous = self._paper.items, self._paper.ambiguous
+        drawn = await self._completions(arm, items, "sampled", temperature=1.0)
+        decode = self._paper.about.conversation.decode
+        answers = [
+            self._answer(arm, i, c, decode(c.token_ids).strip(), None)
+            for i, c in zip(items, drawn, strict=True)
+        ]
+        answers = [
+            replace(a, right=None) if (a.document, a.id) in ambiguous else a for a in answers
+        ]
+        right = [a.right for a in answers if a.right is not None]
+        free = FreeRunning(
+            greedy=summary([t for _, t in greedy]) if greedy else None,
+            sampled=summary([t for _, t in sampled]) if sampled else None,
+            accuracy=fmean(right) if right else None,
+            ci95=list(wilson_interval(round(sum(right)), len(right))) if right else None,
+            n=len(right),
+            ambiguous=len(ambiguous),
+        )
+        rows = [
+            *(dict(to_row(a, arm.name, arm.step, sampled=True)) for a in answers),
+            *(self._text_row(arm, p, t) for p, t in (*greedy, *sampled)),
+        ]
+        return free, tuple(rows)
+
+    async def _own_texts(
+        self, arm: EvalArm, *, sampled: bool
+    ) -> list[tuple[QuestionReading, WrittenText]]:
+        """Have the arm write where each passage is asked for, and the document's teacher read it.
+        Sampling is untruncated, at temperature 1."""
+        passages, about = self._paper.passages, self._paper.about
+        how = "sampled" if sampled else "greedy"
+        tokens = self._spec.free_tokens
+        sampling = Sampling(temperature=1.0 if sampled else 0.0, max_tokens=tokens)
+        completions = await self._all(
+            [
+                self._request(arm, f"{arm.name}/own/{how}/{p.id}", p, sampling,
+                              stream_seed(f"eval/own/{self._spec.seed}/{p.id}"))
+                for p in passages
+            ]
+        )  # fmt: skip
+        readings = [
+            replace(p, answer_ids=c.token_ids) for p, c in zip(passages, completions, strict=True)
+        ]
+        read = await self._read(self._whole, readings)
+        return [
+            (
+                p,
+                WrittenText(
+                    text=about.conversation.decode(c.token_ids),
+                    document=about.texts[p.about],
+                    logprobs=c.logprobs,
+                    teacher_logprobs=r.prompt_logprobs[-len(c.token_ids) :],
+                    matches=tuple(
+                        a == b
+                        for a, b in zip(
+                            c.token_ids, r.prompt_likeliest[-len(c.token_ids) :], strict=True
+                        )
+                    ),
+                    ended=c.finish_reason == "stop",
+                    sampled=sampled,
+                ),
+            )
+            for p, c, r in zip(passages, completions, read, strict=True)
+        ]
+
+    def _text_row(
+        self, arm: EvalArm, passage: QuestionReading, text: WrittenText
+    ) -> dict[str, Any]:
+        """Return the row of an arm's own text; each passage is a fact of its own."""
+        about = self._paper.about
+        document = about.layout.documents[passage.about]
+        prompt = about.conversation.decode(passage.prompt_ids)
+        answer = Answer(
+            id=passage.id, fact=passage.id, document=document,
+            document_hash=about.hashes[document], question_hash=hash_of(prompt), text=text.text,
+            tokens=len(text.logprobs), cartridge=about.layout.cartridge_of(document),
+            contexts=(passage.about,),
+        )  # fmt: skip
+        sentences = text.sentences
+        return {
+            **to_row(answer, arm.name, arm.step, sampled=text.sampled),
+            "accepted": text.accepted, "own_kl": text.kl,
+            "precision": fmean(map(float, sentences)) if sentences else None,
+        }  # fmt: skip
+
+    async def _obeyed(self, arm: EvalArm) -> list[float]:
+        """Return 1 or 0 for each format prompt."""
+        items = [question for _, question in self._paper.formats]
+        completions = await self._completions(arm, items, "format")
+        decode = self._paper.about.conversation.decode
+        return [
+            float(prompt.obeys(decode(c.token_ids).strip()))
+            for (prompt, _), c in zip(self._paper.formats, completions, strict=True)
+        ]
 
     async def _forgetting(self, arm: EvalArm) -> Forgetting:
         kl, agreement = compared(self._general, await self._read(arm, _readings(self._general)))
@@ -290,12 +411,16 @@ class RequestWindow:
         ]  # fmt: skip
 
     async def _completions(
-        self, arm: EvalArm, items: Sequence[EvalQuestion], what: str
+        self, arm: EvalArm, items: Sequence[EvalQuestion], what: str, temperature: float = 0.0
     ) -> list[Completion]:
-        sampling = Sampling(temperature=0.0, max_tokens=self._max_tokens)
+        sampling = Sampling(temperature=temperature, max_tokens=self._max_tokens)
         return await self._all(
-            [self._request(arm, f"{arm.name}/{what}/{i.asked.id}", i, sampling, 0) for i in items]
-        )
+            [
+                self._request(arm, f"{arm.name}/{what}/{i.asked.id}", i, sampling,
+                              stream_seed(f"eval/{what}/{self._spec.seed}/{i.asked.id}"))
+                for i in items
+            ]
+        )  # fmt: skip
 
     async def _read(self, arm: EvalArm, readings: Sequence[QuestionReading]) -> list[Completion]:
         sampling = Sampling(temperature=0.0, max_tokens=1)

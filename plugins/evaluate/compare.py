@@ -23,9 +23,9 @@ from cartridge_forge.plugins.evaluate.comparison import (
     grouped,
     remarks,
 )
+from cartridge_forge.plugins.statistics.formatting import TableSection, facts, lines
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import iter_rows
-from cartridge_forge.protocols.formatting import TableSection, facts, lines
 from cartridge_forge.protocols.records.answers import AnswerRow
 from cartridge_forge.protocols.spec.loading import load_resolved
 from cartridge_forge.services.run_directory import EVAL_ANSWERS, RunDirectory

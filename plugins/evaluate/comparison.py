@@ -26,7 +26,7 @@ from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.records.answers import AnswerRow, clusters, pairing_key
 from cartridge_forge.protocols.records.run_files import ARMS
 
-METRICS = ("right", "nll", "reward")
+METRICS = ("right", "nll", "reward", "accepted", "own_kl", "precision")
 UNTRAINED = ("none", "document", "truncated", "untrained")  # equal in runs over the same data
 RESAMPLES = 4000
 SEED = 0
@@ -248,7 +248,6 @@ def _judged(answers: Mapping[Key, AnswerRow]) -> dict[Key, AnswerRow]:
     return {key: row for key, row in answers.items() if row["right"] is not None}
 
 
-def _value(row: AnswerRow, metric: str) -> float | None:
-    if metric == "right":
-        return row["right"]
-    return row["nll"] if metric == "nll" else row["reward"]
+def _value(row: Mapping[str, Any], metric: str) -> float | None:
+    value: float | None = row.get(metric)  # rows of texts alone have the last three
+    return value

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,10 @@ from cartridge_forge.plugins.clinic.text import (
 )
 from cartridge_forge.plugins.documents.chunks import TokenizedText
 from cartridge_forge.plugins.documents.corpus import read_parts, tokenised
+from cartridge_forge.plugins.documents.filters import normalised
 from cartridge_forge.plugins.documents.near_duplicates import LocatedText
 from cartridge_forge.plugins.documents.seed_prompts import PLAIN, SENTENCE
+from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.agreement import split
 from cartridge_forge.plugins.documents.study.longhealth import open_prompts, read_patients
 from cartridge_forge.plugins.documents.study.material import require_questions
@@ -42,12 +44,12 @@ from cartridge_forge.plugins.documents.study.question_files import (
 )
 from cartridge_forge.plugins.documents.study.rows import context_titles, of_parts, studied_of
 from cartridge_forge.plugins.documents.synthesis import model_name, read_rows
+from cartridge_forge.plugins.evaluate.formats import FORMATS, FormatPrompt
+from cartridge_forge.plugins.evaluate.spec import EvalSpec
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import REPOSITORY
 from cartridge_forge.protocols.layout import CartridgeLayout
 from cartridge_forge.protocols.records.answers import hash_of
-from cartridge_forge.protocols.spec.experiments import EvalSpec
-from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.step import NO_DOCUMENT, SEPARATOR
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.services.run_directory import RunDirectory
@@ -111,14 +113,32 @@ class EvalSuite:
     items: tuple[EvalQuestion, ...]
     passages: tuple[QuestionReading, ...]
     probes: tuple[EvalQuestion, ...]
+    formats: tuple[tuple[FormatPrompt, EvalQuestion], ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def abouts(self) -> dict[str, str]:
         """Return everything that a question or reading is about, with its document."""
-        named = [*(i.about for i in (*self.items, *self.probes)), *(r.about for r in self.passages)]
+        questions = (*self.items, *self.probes, *(question for _, question in self.formats))
+        named = [*(i.about for i in questions), *(r.about for r in self.passages)]
         owners = self.about.layout.documents
         return {about: owners[about.split(SEPARATOR)[0]] for about in named}
+
+    @property
+    def ambiguous(self) -> frozenset[tuple[str, str]]:
+        """Return the (document, id) of questions whose words, title included, are asked about
+        several documents of one cartridge that answer otherwise."""
+        groups: dict[tuple[str, str], list[UserQuestion]] = {}
+        for item in self.items:
+            q, context = item.asked, item.about.split(SEPARATOR)[0]
+            text = normalised(with_title(self.about.titles, context, q.fact))
+            groups.setdefault((self.about.layout.cartridge_of(q.document), text), []).append(q)
+        return frozenset(
+            (q.document, q.id)
+            for group in groups.values()
+            if len({q.document for q in group}) > 1 and len({q.expected for q in group}) > 1
+            for q in group
+        )
 
     @property
     def placed(self) -> list[LocatedText]:
@@ -133,7 +153,11 @@ class EvalSuite:
 
 
 def set_paper(
-    spec: EvalSpec, learn: LearnSpec, directory: RunDirectory, tokenizer: Any, asked: str | None
+    spec: EvalSpec,
+    learn: DocumentsLearn,
+    directory: RunDirectory,
+    tokenizer: Any,
+    asked: str | None,
 ) -> EvalSuite:
     """Return the evaluation suite of a run; the file `asked` replaces its own questions.
 
@@ -178,6 +202,7 @@ def set_paper(
         items=tuple(_item(q, of, about, known) for q, of in own[: spec.questions]),
         passages=tuple(_passages(spec, learn, about, tokenizer)),
         probes=tuple(_probes(spec, learn, about)),
+        formats=tuple(_formats(about)) if spec.formats and learn.data.source == "documents" else (),
         notes=notes,
     )
 
@@ -228,7 +253,7 @@ def _opening(conversation: ChatRenderer, context: str | None, text: str) -> tupl
 
 
 def _patients(
-    learn: LearnSpec, directory: RunDirectory, tokenizer: Any
+    learn: DocumentsLearn, directory: RunDirectory, tokenizer: Any
 ) -> tuple[EvalSubjects, list[tuple[UserQuestion, str]]]:
     prompts = open_prompts(learn, tokenizer, directory.date)
     about = EvalSubjects(
@@ -250,13 +275,13 @@ def _patients(
     return about, interleave(every)
 
 
-def _choice(question: Any, learn: LearnSpec) -> UserQuestion:
+def _choice(question: Any, learn: DocumentsLearn) -> UserQuestion:
     text = option_prompt(question.text, question.options, learn.data.instruction)
     return UserQuestion(question.id, question.patient, text, choice=question)
 
 
 def _documents(
-    learn: LearnSpec, directory: RunDirectory, tokenizer: Any, asked: str | None
+    learn: DocumentsLearn, directory: RunDirectory, tokenizer: Any, asked: str | None
 ) -> tuple[EvalSubjects, list[tuple[UserQuestion, str]] | None]:
     """Return the documents of a run and the self-study questions that it held out; None in place of
     those where a file has questions. Raises DataError where the run read other documents."""
@@ -302,7 +327,7 @@ def require_same_documents(now: Sequence[Mapping[str, Any]], directory: RunDirec
 
 
 def _passages(
-    spec: EvalSpec, learn: LearnSpec, about: EvalSubjects, tokenizer: Any
+    spec: EvalSpec, learn: DocumentsLearn, about: EvalSubjects, tokenizer: Any
 ) -> list[QuestionReading]:
     """Return windows of each context that begin with a sentence, drawn by its name, each as the
     answer to a turn that quotes its first words."""
@@ -339,7 +364,7 @@ def _sentence_starts(text: str, places: Sequence[int]) -> list[int]:
     return [i for i, at in enumerate(words) if at in starts] or [0]
 
 
-def _probes(spec: EvalSpec, learn: LearnSpec, about: EvalSubjects) -> list[EvalQuestion]:
+def _probes(spec: EvalSpec, learn: DocumentsLearn, about: EvalSubjects) -> list[EvalQuestion]:
     """Return the probes; each is asked over the cartridge of one context, in turn."""
     if not spec.probes:
         return []
@@ -364,7 +389,16 @@ def _probes(spec: EvalSpec, learn: LearnSpec, about: EvalSubjects) -> list[EvalQ
     return found
 
 
-def _others(learn: LearnSpec) -> list[Patient]:
+def _formats(about: EvalSubjects) -> Iterator[tuple[FormatPrompt, EvalQuestion]]:
+    """Yield the format prompts; each is asked over the cartridge of one context, in turn."""
+    plain, names = replace(about, titles={}), list(about.texts)
+    for i, prompt in enumerate(FORMATS):
+        context = names[i % len(names)]
+        question = UserQuestion(f"format/{prompt.id}", about.layout.documents[context], prompt.text)
+        yield prompt, _item(question, context, plain, known=False)
+
+
+def _others(learn: DocumentsLearn) -> list[Patient]:
     """Return patients outside the run: of another clinic, or later ones of the file."""
     data = learn.data
     if data.path is not None:

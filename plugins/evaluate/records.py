@@ -42,6 +42,46 @@ class AfterOwn(TypedDict):
     nll: dict[str, float]
 
 
+class OwnText(TypedDict):
+    """Measure what an arm writes by itself (`plugins.evaluate.own_text`), over `tokens`.
+
+    `{"tokens": 384, "teacher_nll": 0.41, "kl": 0.22, "accepted": 0.91, "until_refused": 0.68,
+    "sentences": 21, "precision": 0.81}`: `kl` is null for greedy texts, `precision` where no
+    sentence was ended.
+    """
+
+    tokens: int
+    teacher_nll: float
+    kl: float | None
+    accepted: float
+    until_refused: float
+    sentences: int
+    precision: float | None
+
+
+class FreeRunning(TypedDict):
+    """Hold what an arm does without being led: `greedy` and `sampled` are its own texts where
+    passages are asked for, null without a passage; `accuracy` is that of sampled answers to `n`
+    questions, null where no answers are known or all questions are ambiguous. `ambiguous` counts
+    the questions that are left out of it, for their words fit several documents of a cartridge."""
+
+    greedy: OwnText | None
+    sampled: OwnText | None
+    accuracy: float | None
+    ci95: list[float] | None
+    n: int
+    ambiguous: int
+
+
+class Formats(TypedDict):
+    """Hold the share of prompts (`plugins.evaluate.formats`) whose form a greedy response obeys,
+    over the arm's prefix and without any: `{"obeyed": 0.75, "obeyed_without": 0.83, "n": 12}`."""
+
+    obeyed: float
+    obeyed_without: float
+    n: int
+
+
 class EvalRow(TypedDict):
     """Hold the measurements of one arm.
 
@@ -77,6 +117,8 @@ class EvalRow(TypedDict):
     after_own: NotRequired[AfterOwn | None]
     teacher: Agreement
     forgetting: Forgetting | None
+    free_running: NotRequired[FreeRunning | None]
+    formats: NotRequired[Formats | None]
 
 
 class PairedDifference(TypedDict):

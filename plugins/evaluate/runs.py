@@ -19,6 +19,7 @@ from cartridge_forge.learning.checkpoint import last_of_arms
 from cartridge_forge.learning.initialization import first_of_each, parts_of
 from cartridge_forge.learning.teacher import context_ids
 from cartridge_forge.plugins.documents.near_duplicates import LocatedText
+from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.prompts import texts_of
 from cartridge_forge.plugins.documents.study.routing import RoutedQuestions
 from cartridge_forge.plugins.evaluate.arms import EvalArm
@@ -26,7 +27,6 @@ from cartridge_forge.plugins.evaluate.questions import EvalSubjects, EvalSuite, 
 from cartridge_forge.plugins.library.formats.run_checkpoint import read_all
 from cartridge_forge.protocols.errors import CheckpointError, DataError, SpecError
 from cartridge_forge.protocols.files import iter_rows
-from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_resolved
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.protocols.step import NO_DOCUMENT, PrefixRef
@@ -61,8 +61,8 @@ class FinishedRun:
     notes: tuple[str, ...]
 
     @property
-    def learn(self) -> LearnSpec:
-        return self.spec.learn
+    def learn(self) -> DocumentsLearn:
+        return DocumentsLearn.of(self.spec.learn)
 
 
 def read_run(path: Path) -> FinishedRun:
@@ -116,24 +116,26 @@ def require_comparable(runs: Sequence[FinishedRun]) -> None:
                 f"{who} were trained over other base models ({first.learn.model.path}, "
                 f"{run.learn.model.path}): their prefixes fit one each; evaluate them apart"
             )
-        ours, theirs = (r.learn.data.model_dump(mode="json") for r in (first, run))
+        ours, theirs = (
+            DocumentsLearn.of(r.learn).data.model_dump(mode="json") for r in (first, run)
+        )
         changed = sorted(k for k in ours if ours[k] != theirs[k])
         if changed:
             raise SpecError(
                 f"{who} differ in {', '.join(f'data.{k}' for k in changed)}: they were asked about "
                 "other documents or held out other questions; evaluate them apart"
             )
-        if _layout(first.learn) != _layout(run.learn):
+        if _layout(DocumentsLearn.of(first.learn)) != _layout(DocumentsLearn.of(run.learn)):
             raise SpecError(
                 f"{who} differ in cartridge.per, cartridge.groups or the teacher's contexts: they "
                 "were asked in other words; evaluate them apart, and `forge compare` them"
             )
 
 
-def _layout(learn: LearnSpec) -> tuple[object, ...]:
+def _layout(learn: DocumentsLearn) -> tuple[object, ...]:
     """Return what decides the contexts and cartridges of a run."""
     files, of = learn.documents, learn.cartridge
-    read = (learn.teacher.context_tokens, files.max_tokens, files.long, files.overlap)
+    read = (learn.teacher.context_tokens, files.long, files.overlap)
     return (of.per, of.groups, *read)
 
 

@@ -16,13 +16,13 @@ from typing import Any
 
 from cartridge_forge.plugins.clinic.findings import answer_parts, parts_f1
 from cartridge_forge.plugins.evaluate.frontier_questions import FrontierQuestion
+from cartridge_forge.plugins.evaluate.spec import FrontierArm, FrontierSpec
 from cartridge_forge.plugins.statistics.intervals import mean_interval, wilson_interval
 from cartridge_forge.plugins.strategies.catalog import Strategy, parse, run
 from cartridge_forge.plugins.strategies.problem import Judge, StrategyResult
 from cartridge_forge.plugins.strategies.samplers.sampler import Sampler
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.records.answers import Answer
-from cartridge_forge.protocols.spec.experiments import FrontierArm, FrontierSpec
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 AT_ONCE = 32  # questions: more would wait in the engines until their calls time out

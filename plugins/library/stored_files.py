@@ -25,7 +25,7 @@ from cartridge_forge.plugins.library.stored_folder import (
     pull,
     read_state,
 )
-from cartridge_forge.protocols.records.run_files import StoredPlace
+from cartridge_forge.protocols.spec.services import StoredPlace
 
 AGAIN_SECONDS = 60.0
 

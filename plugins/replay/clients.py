@@ -35,8 +35,8 @@ from cartridge_forge.plugins.replay.replies import (
     read_chat,
     read_message,
 )
+from cartridge_forge.plugins.replay.spec import OFFICIAL_URLS, Provider, ReplayTeacherSpec
 from cartridge_forge.protocols.secrets import SHORTEST, read_secret
-from cartridge_forge.protocols.spec.teacher_replay import OFFICIAL_URLS, Provider, ReplayTeacherSpec
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout, httpx2.ProxyError)

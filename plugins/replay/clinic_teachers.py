@@ -22,10 +22,10 @@ from cartridge_forge.plugins.replay.fake_provider.app import (
     sometimes_right,
 )
 from cartridge_forge.plugins.replay.prompts import HINT_INSTRUCTIONS
+from cartridge_forge.plugins.replay.spec import LocalSpec, ReplayLearn, ReplaySpec
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.secrets import LOCAL_KEY
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.spec.teacher_replay import LocalSpec, ReplaySpec
 from cartridge_forge.protocols.teacher_replay import AgentMessage, ToolAction
 
 KEY_ENV = LOCAL_KEY
@@ -99,7 +99,7 @@ def _answer(request: ProviderRequest, right: bool) -> str:
 @contextmanager
 def local_teachers(spec: RunSpec) -> Iterator[RunSpec]:
     """Yield the spec with its external teachers at a local provider (`replay.local`), meanwhile."""
-    replay = spec.learn.replay
+    replay = ReplayLearn.of(spec.learn).replay
     assert replay is not None
     assert replay.local is not None
     with local_provider(replay, replay.local) as provider:

@@ -46,8 +46,9 @@ from torch.nn import functional as F
 from cartridge_forge.learning.batch import ChunkedLogits, Item, MicroBatch
 from cartridge_forge.learning.losses.channel import LossChannel, LossTerm, counted
 from cartridge_forge.learning.policy_scores import is_stale, summed_by_pair
+from cartridge_forge.plugins.replay.spec import DpoSpec, ReplayObjective
 from cartridge_forge.protocols.errors import StaleTokenError
-from cartridge_forge.protocols.spec.objective import DpoSpec, LossSpec, ObjectiveSpec
+from cartridge_forge.protocols.spec.sections import LossSpec, ObjectiveSpec
 from cartridge_forge.protocols.step import PreferencePair, Sample, TrainBatch, completions
 
 
@@ -64,7 +65,8 @@ class ReplayDPO(LossChannel):
 
     @classmethod
     def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> ReplayDPO:
-        return cls(objective.beta, objective.dpo)
+        ours = ReplayObjective.of(objective)
+        return cls(ours.beta, ours.dpo)
 
     def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:
         return [tuple(completions(pairs)) for pairs in self._groups(batch)]

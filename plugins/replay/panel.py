@@ -48,9 +48,9 @@ from cartridge_forge.plugins.replay.prompts import (
     render_judgement,
     state_hash,
 )
+from cartridge_forge.plugins.replay.spec import ReplaySpec, ReplayTeacherSpec
 from cartridge_forge.plugins.replay.voting import decide, next_to_ask, worth_asking
 from cartridge_forge.protocols.errors import RunError
-from cartridge_forge.protocols.spec.teacher_replay import ReplaySpec, ReplayTeacherSpec
 from cartridge_forge.protocols.teacher_replay import (
     AgentMessage,
     PanelVerdict,

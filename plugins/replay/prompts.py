@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cartridge_forge.plugins.replay.actions import canonical, dense, fault
-from cartridge_forge.protocols.spec.teacher_replay import ReplayTeacherSpec
+from cartridge_forge.plugins.replay.spec import ReplayTeacherSpec
 from cartridge_forge.protocols.teacher_replay import (
     Action,
     OptionAction,

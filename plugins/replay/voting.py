@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from cartridge_forge.plugins.replay.actions import canonical
 from cartridge_forge.plugins.replay.prompts import state_hash
+from cartridge_forge.plugins.replay.spec import GateSpec
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.teacher_replay import GateSpec
 from cartridge_forge.protocols.teacher_replay import (
     PanelVerdict,
     PreferenceActions,

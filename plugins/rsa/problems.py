@@ -26,11 +26,11 @@ from cartridge_forge.plugins.clinic.text import (
 )
 from cartridge_forge.plugins.documents.study.longhealth import read_patients
 from cartridge_forge.plugins.episodes.environments.problems import clinic_problem
+from cartridge_forge.plugins.episodes.spec.problems import OF_DOCUMENTS
 from cartridge_forge.plugins.episodes.task_sources.primer import PRIMER, PRIMER_TEXT
+from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.plugins.strategies.rsa.records import RSAProblem
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.rsa import OF_DOCUMENTS
 from cartridge_forge.training.records import interleave
 
 Draw = Callable[[Sequence[int], str], Awaitable[Sequence[RSAProblem]]]
@@ -51,7 +51,7 @@ class ProblemSource(Protocol):
         """Return the first `most` held-out problems (None: all)."""
 
 
-def open_source(spec: LearnSpec, draw: Draw) -> ProblemSource:
+def open_source(spec: RsaLearn, draw: Draw) -> ProblemSource:
     """Return the problem source of a spec; `draw` gets problems by number from an aggregator."""
     assert spec.rsa is not None
     return OfPatients(spec) if spec.rsa.problems.kind in OF_DOCUMENTS else ByNumber(spec, draw)
@@ -60,7 +60,7 @@ def open_source(spec: LearnSpec, draw: Draw) -> ProblemSource:
 class OfPatients:
     """Draw problems from patients: documents take turns, the question or sentence is random."""
 
-    def __init__(self, spec: LearnSpec) -> None:
+    def __init__(self, spec: RsaLearn) -> None:
         """Raise DataError for patients without a question to train on or to hold out."""
         assert spec.rsa is not None
         self._each, self._seed = spec.rsa.examples, spec.train.seed
@@ -124,7 +124,7 @@ class ByNumber:
     """Give the problems after the held-out ones, in order, starting over at the end. Further ones
     of a step are random, and none of the step's others while there are enough."""
 
-    def __init__(self, spec: LearnSpec, draw: Draw) -> None:
+    def __init__(self, spec: RsaLearn, draw: Draw) -> None:
         assert spec.rsa is not None
         self._each, self._most = spec.rsa.examples, spec.rsa.problems.most
         self._questions, self._draw = spec.evaluate.questions, draw

@@ -17,6 +17,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from cartridge_forge.plugins.episodes.ahead import (
+    GroupsAhead,
+    JoinedGenerate,
+    joined_generate,
+    oldest_version,
+)
 from cartridge_forge.plugins.episodes.environments.episode_files import to_row
 from cartridge_forge.plugins.episodes.environments.failures import all_failed
 from cartridge_forge.plugins.episodes.environments.training_signals import rl_samples, turn_samples
@@ -24,6 +30,7 @@ from cartridge_forge.plugins.episodes.losses.advantages import varying
 from cartridge_forge.plugins.rsa.client import RSAAggregatorClient
 from cartridge_forge.plugins.rsa.problems import ProblemSource, open_source
 from cartridge_forge.plugins.rsa.rollouts import CandidateRecord, PlayedRun, RSAStart, play
+from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.plugins.statistics.intervals import mean_interval
 from cartridge_forge.plugins.strategies.rsa.populations import reward
 from cartridge_forge.plugins.strategies.rsa.records import RSAProblem
@@ -37,7 +44,6 @@ from cartridge_forge.protocols.records.run_files import (
     MeasuredAccuracy,
     PopulationMeans,
 )
-from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.step import (
     BARE,
     NO_DOCUMENT,
@@ -52,12 +58,6 @@ from cartridge_forge.services.clients import Replied
 from cartridge_forge.services.mesh import Mesh
 from cartridge_forge.services.pool.pool import gather
 from cartridge_forge.services.run_directory import RunDirectory
-from cartridge_forge.training.ahead import (
-    GroupsAhead,
-    JoinedGenerate,
-    joined_generate,
-    oldest_version,
-)
 from cartridge_forge.training.recipe import Recipe, Route, own_cartridge
 from cartridge_forge.training.records import (
     GenerateCall,
@@ -86,7 +86,7 @@ class RSARecipe(Recipe):
     """Train on RSA runs over the pools of a mesh."""
 
     def __init__(
-        self, spec: LearnSpec, tokenizer: Any, mesh: Mesh, date: datetime | None = None
+        self, spec: RsaLearn, tokenizer: Any, mesh: Mesh, date: datetime | None = None
     ) -> None:
         """Render prompts of `date`, None for now."""
         assert spec.rsa is not None
@@ -407,7 +407,7 @@ def _episode(
 
 
 def open_recipe(
-    learn: LearnSpec, tokenizer: Any, mesh: Mesh, directory: RunDirectory | None
+    learn: RsaLearn, tokenizer: Any, mesh: Mesh, directory: RunDirectory | None
 ) -> RSARecipe:
     """Return the recipe of a spec with rsa."""
     return RSARecipe(learn, tokenizer, mesh, None if directory is None else directory.date)

@@ -28,18 +28,18 @@ from cartridge_forge.plugins.grammar.grammar import Grammars
 from cartridge_forge.plugins.serve.access.admission import Admission, RequestCost, TokenReservation
 from cartridge_forge.plugins.serve.access.audit import AuditLog
 from cartridge_forge.plugins.serve.access.keys import CALLER, Caller, peer_of
-from cartridge_forge.plugins.serve.answers.verification import (
+from cartridge_forge.plugins.serve.apis.hub import HubCartridges
+from cartridge_forge.plugins.serve.apis.tokasaurus import CartridgeFields
+from cartridge_forge.plugins.serve.backend import ServerConfig
+from cartridge_forge.plugins.serve.detokenizer import Detokenizer, TextPiece
+from cartridge_forge.plugins.serve.engine.resident_cartridges import ResidentCartridges
+from cartridge_forge.plugins.serve.engine.verification import (
     VERIFY_HEADER,
     AnswerVerifier,
     VerifyPlan,
     header_of,
     scoring_request,
 )
-from cartridge_forge.plugins.serve.apis.hub import HubCartridges
-from cartridge_forge.plugins.serve.apis.tokasaurus import CartridgeFields
-from cartridge_forge.plugins.serve.backend import ServerConfig
-from cartridge_forge.plugins.serve.detokenizer import Detokenizer, TextPiece
-from cartridge_forge.plugins.serve.engine.resident_cartridges import ResidentCartridges
 from cartridge_forge.plugins.serve.errors import ApiError, refusing
 from cartridge_forge.plugins.serve.metrics import ServingMetrics
 from cartridge_forge.plugins.serve.middleware import end

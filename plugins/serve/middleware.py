@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cartridge_forge.plugins.serve.access.connections import UPLOAD_SECONDS, UPLOADS
 from cartridge_forge.plugins.serve.errors import MESSAGES_PATH, RESPONSES_PATH, ApiError, plain_json
 from cartridge_forge.plugins.serve.metrics import ServingMetrics
-from cartridge_forge.protocols.spec.serving import HttpSpec
+from cartridge_forge.plugins.serve.spec import HttpSpec
 
 T = TypeVar("T")
 

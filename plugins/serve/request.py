@@ -13,7 +13,7 @@ from cartridge_forge.plugins.serve.routing import RoutedChoice
 from cartridge_forge.plugins.serve.structured.tools import ToolOffer
 from cartridge_forge.plugins.serve.tokenization import TokenizedPrompt
 from cartridge_forge.protocols.grammar import ResponseGrammar
-from cartridge_forge.protocols.records.chat_date import date_of
+from cartridge_forge.protocols.records.run_files import date_of
 from cartridge_forge.protocols.step import (
     Draft,
     GenerateRequest,

@@ -18,6 +18,7 @@ from typing import Any
 
 from cartridge_forge.learning.model.control_tokens import special_tokens
 from cartridge_forge.plugins.serve.errors import bad_request, refusing
+from cartridge_forge.plugins.serve.spec import CallFormatName
 from cartridge_forge.plugins.serve.structured.call_formats import (
     FORMATS,
     HERMES,
@@ -25,7 +26,6 @@ from cartridge_forge.plugins.serve.structured.call_formats import (
     format_of,
 )
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.serving import CallFormatName
 from cartridge_forge.protocols.step import NO_DOCUMENT, require_ids
 from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool
 from cartridge_forge.training.renderer import ChatRenderer

@@ -2,13 +2,23 @@
 
 `metrics.jsonl` holds numbers that the seed alone decides, so that two runs of one seed are equal
 byte for byte. Times, and all else that depends on a clock, go to `events.jsonl`.
+
+`chat.json` holds the date that the run's chat template may write: the templates of Llama 3, Granite
+3, SmolLM3 and gpt-oss write the day into every conversation. A run has one date from its beginning
+on, also where it is resumed days later; prompts over its cartridges are rendered with that date.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NotRequired, TypedDict
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, NotRequired, TypedDict
+
+from cartridge_forge.protocols.errors import CheckpointError
+from cartridge_forge.protocols.files import write_atomically
 
 TERMS = "terms.json"  # the words of the texts that cartridges learned (registry.terms)
 ARMS = ("none", "document", "untrained", "offline", "on_policy")  # the order they are shown in
@@ -293,14 +303,40 @@ class RunResults(TypedDict):
     cpu: NotRequired[CpuShare]
 
 
-@dataclass(frozen=True)
-class StoredPlace:
-    """Name a run in a store: the `url` of all runs, `s3://bucket/runs`, and `run`, its place there,
-    `longhealth/20260726T101530Z-3fa9`."""
+CHAT_FILE = "chat.json"  # of a run directory
+CHAT_DATE = "chat_date"  # in the source of a cartridge
 
-    url: str
-    run: str
 
-    def within(self, writer: str) -> str:
-        """Return the prefix of a writer's folder."""
-        return f"{self.run}/{writer}"
+def write_date(run: Path, date: datetime) -> None:
+    """Write the date of a run, to the second, without a time zone."""
+    text = date.replace(tzinfo=None).isoformat(timespec="seconds")
+    write_atomically(run / CHAT_FILE, json.dumps({"date": text}) + "\n")
+
+
+def read_date(run: Path) -> datetime | None:
+    """Return the date of a run; None for one of an older version. Raises CheckpointError for a
+    damaged file."""
+    file = run / CHAT_FILE
+    try:
+        return datetime.fromisoformat(json.loads(file.read_bytes())["date"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} has no date ({error!r}); restore it from a copy, or write the day on which "
+            'the run began: {"date": "2026-07-26T00:00:00"}'
+        ) from error
+
+
+def source_of(date: datetime | None) -> dict[str, str]:
+    """Return the entry of a cartridge's source that keeps a date; {} for none."""
+    return {} if date is None else {CHAT_DATE: date.isoformat(timespec="seconds")}
+
+
+def date_of(source: Mapping[str, Any]) -> datetime | None:
+    """Return the date that a cartridge's source keeps; None where it keeps none that can be
+    read."""
+    try:
+        return datetime.fromisoformat(source[CHAT_DATE])
+    except (KeyError, TypeError, ValueError):
+        return None

@@ -15,22 +15,20 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.kubernetes_names import PATTERN_RULES
 from cartridge_forge.protocols.secrets import HIDDEN
-from cartridge_forge.protocols.spec.base import UNKNOWN_NAME
+from cartridge_forge.protocols.spec.base import PATTERN_RULES, UNKNOWN_NAME
 from cartridge_forge.protocols.spec.cartridge import TAG
 from cartridge_forge.protocols.spec.keys import (
     CONFIG_FILE,
     MESH_FILE,
     SpecKey,
+    keys_of,
     known_at,
     may_hold_secret,
     near_keys,
     section_at,
     spec_keys,
 )
-from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.mesh import MeshSpec
 from cartridge_forge.protocols.spec.yaml_source import Key, SourceLocation, show
 
 
@@ -98,7 +96,8 @@ def unknown_key(key: Key, names: Sequence[str], location: SourceLocation) -> Spe
 
 def unknown_override(key: Key, location: SourceLocation) -> SpecProblem:
     """Return the problem of a `--set` whose first name is neither a mesh's nor a config's."""
-    names = dict.fromkeys([*MeshSpec.model_fields, *LearnSpec.model_fields])
+    roots = (MESH_FILE.root, CONFIG_FILE.root)
+    names = dict.fromkeys(name for root in roots for name, _ in keys_of(root))
     matches = near_keys(dotted(key), _run_keys()) or difflib.get_close_matches(
         str(key[0]), names, 1
     )
@@ -121,6 +120,10 @@ def _fault_of(
         got = context.get("got", got)
         return fault(context["rule"], got, place_of(key, places), key, context["remedy"])
     location = place_of(key, places)
+    former = getattr(section_at(model, key[:-1]), "removed", {}).get(key[-1]) if key else None
+    if kind == "extra_forbidden" and former is not None:
+        text = f"{key[-1]} is no key any more: got {show(got)} at {location} ({dotted(key)})"
+        return SpecProblem(location, f"{text}; {former[1]}")
     if kind in ("extra_forbidden", UNKNOWN_NAME):
         return unknown_key(key, known_at(model, key[:-1]), location)
     if kind == "missing":

@@ -1,8 +1,7 @@
 """Know the kinds of spec files: their keys with types, bounds and meanings, which of them a
 misspelt or foreign name may mean, and which kind a file is of.
 
-    meshes/*.yaml   MeshSpec      configs/*.yaml        LearnSpec
-    meshes/serve.yaml  ServeSpec  configs/sweep_*.yaml  SweepSpec   configs/eval.yaml  EvalSpec
+    meshes/*.yaml  MeshSpec    configs/*.yaml  LearnSpec    others  of plug-ins, by their table
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,13 +22,11 @@ from pydantic.fields import FieldInfo
 
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.files import REPOSITORY
+from cartridge_forge.protocols.plugins import SHIPPED, optional
 from cartridge_forge.protocols.secrets import MARK, looks_secret
-from cartridge_forge.protocols.spec.base import KnownNames, PathRule
-from cartridge_forge.protocols.spec.experiments import EvalSpec, SweepSpec
-from cartridge_forge.protocols.spec.hosts import DeploymentSpec
+from cartridge_forge.protocols.spec.base import JoinedSection, KnownNames, PathRule
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.mesh import MeshSpec
-from cartridge_forge.protocols.spec.serving import ServeSpec
 from cartridge_forge.protocols.spec.yaml_source import YamlDocument, read_yaml, show
 
 # What other trainers call a key. A test checks that each key exists.
@@ -67,13 +65,18 @@ OTHER_NAMES = {
 
 @dataclass(frozen=True)
 class SpecFile:
-    """Describe a kind of spec file: its `root` section, what it is called, where it is shipped, and
+    """Describe a kind of spec file: its root `section`, what it is called, where it is shipped, and
     how one is used."""
 
-    root: type[BaseModel]
+    section: type[BaseModel]
     what: str
     files: str
     use: str
+
+    @property
+    def root(self) -> type[BaseModel]:
+        """Return the root section with the keys of the shipped plug-ins."""
+        return with_plugins(self.section)
 
 
 MESH_FILE = SpecFile(MeshSpec, "a mesh", "meshes/*.yaml", "train it with forge-run {}")
@@ -83,18 +86,19 @@ CONFIG_FILE = SpecFile(
     "configs/*.yaml",
     "give a mesh whose key config names it, or lay it over a mesh's config with --config {}",
 )
-SERVER_FILE = SpecFile(ServeSpec, "a server", "meshes/serve.yaml", "serve it with forge serve {}")
-SWEEP_FILE = SpecFile(SweepSpec, "a sweep", "configs/sweep_*.yaml", "run it with forge sweep {}")
-EVAL_FILE = SpecFile(
-    EvalSpec, "an evaluation", "configs/eval.yaml", "use it with forge eval RUN --spec {}"
-)
-DEPLOYMENT_FILE = SpecFile(
-    DeploymentSpec,
-    "a deployment",
-    "deploy/values.yaml",
-    "render with forge k8s render MESH.yaml --values {}",
-)
-FILES = (MESH_FILE, CONFIG_FILE, SERVER_FILE, SWEEP_FILE, EVAL_FILE, DEPLOYMENT_FILE)
+
+
+@cache
+def spec_files() -> tuple[SpecFile, ...]:
+    """Return every kind of file: the core's, then those of the shipped plug-ins here."""
+    names = [name for plugin in SHIPPED for name in plugin.files]
+    files = (optional("files", name) for name in names)
+    return (MESH_FILE, CONFIG_FILE, *(file for file in files if file is not None))
+
+
+def with_plugins(section: type[BaseModel]) -> type[BaseModel]:
+    """Return a section of the core with the keys of the shipped plug-ins; any other as it is."""
+    return section.joined() if issubclass(section, JoinedSection) else section
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,7 @@ def keys_of(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
 def section_in(annotation: Any) -> type[BaseModel] | None:
     """Return the section in a type, its unions and their tagged members; None without one."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
+        return with_plugins(annotation)
     inner = (section_in(part) for part in typing.get_args(annotation))
     return next((section for section in inner if section is not None), None)
 
@@ -281,7 +285,7 @@ def other_kind(values: Mapping[str, Any], wanted: SpecFile) -> SpecFile | None:
     def shared(file: SpecFile) -> int:
         return len({name for name, _ in keys_of(file.root)} & values.keys())
 
-    best = max(FILES, key=shared)
+    best = max(spec_files(), key=shared)
     return best if shared(best) > max(1, shared(wanted)) else None
 
 

@@ -1,5 +1,5 @@
 """Resolve `meshes/x.yaml`, its config, `--config` overlays and `--set` overrides to a RunSpec, and
-`meshes/serve.yaml` with `--set` overrides to a ServeSpec.
+other spec files, each with `--set` overrides, to their specs.
 
     mesh file                <-  --set of a mesh key
     config it names  <-  --config FILE, in order  <-  --set of a config key
@@ -11,17 +11,16 @@ keeps the location where it was written: errors name it, and a relative path sta
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.files import REPOSITORY
 from cartridge_forge.protocols.secrets import HIDDEN, SHORTEST, has_password
-from cartridge_forge.protocols.spec.base import PathRule
+from cartridge_forge.protocols.spec.base import JoinedSection, PathRule
 from cartridge_forge.protocols.spec.errors import (
     SpecProblem,
     combined,
@@ -33,21 +32,21 @@ from cartridge_forge.protocols.spec.errors import (
     unknown_override,
 )
 from cartridge_forge.protocols.spec.keys import (
-    FILES,
     MESH_FILE,
-    SERVER_FILE,
+    SpecFile,
     is_known,
+    keys_of,
     known_at,
     may_hold_secret,
     named_mesh,
     path_rule,
     read_of_kind,
     shown_path,
+    spec_files,
 )
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MeshSpec, RunSpec
+from cartridge_forge.protocols.spec.mesh import MeshSpec, RunSpec
 from cartridge_forge.protocols.spec.model import settled
-from cartridge_forge.protocols.spec.serving import SERVE_KEYS, ServeSpec
 from cartridge_forge.protocols.spec.yaml_source import (
     Key,
     SourceLocation,
@@ -70,7 +69,8 @@ class LoadedSpec:
     def place(self, key: str) -> SourceLocation:
         """Return where a dotted key, such as `"train.lr"`, or its nearest parent was written."""
         path: Key = tuple(key.split("."))
-        return place_of(path, self.mesh_places if path[0] in MESH_KEYS else self.learn_places)
+        of_mesh = path[0] in MeshSpec.joined().model_fields
+        return place_of(path, self.mesh_places if of_mesh else self.learn_places)
 
 
 def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = ()) -> LoadedSpec:
@@ -105,10 +105,10 @@ def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = 
 
 
 @dataclass(frozen=True)
-class LoadedServeSpec:
-    """Hold a server's resolved spec and where each of its keys was written."""
+class LoadedFile(Generic[Model]):
+    """Hold the spec of one file and where each of its keys was written."""
 
-    spec: ServeSpec
+    spec: Model
     places: Mapping[Key, SourceLocation]
 
     def place(self, key: str) -> SourceLocation:
@@ -116,32 +116,29 @@ class LoadedServeSpec:
         return place_of(tuple(key.split(".")), self.places)
 
 
-def load_serve(path: str, *, sets: Sequence[str] = ()) -> LoadedServeSpec:
-    """Read and check `meshes/serve.yaml` with `--set` overrides. Raises SpecError as `load_spec`
-    does."""
+def load_sets(
+    file: SpecFile, model: type[Model], path: str, sets: Sequence[str]
+) -> LoadedFile[Model]:
+    """Read and check a file of this kind, a shipped one by its name, with `--set` overrides. Raises
+    SpecError as `load_spec` does."""
     faults: list[SpecProblem] = []
-    document = read_of_kind(SERVER_FILE, *named_mesh(path))
-    for override in _overrides(sets, faults):
-        if override.key[0] in SERVE_KEYS:
+    document = read_of_kind(file, *named_mesh(path))
+    names = [name for name, _ in keys_of(model)]
+    for override in _overrides(sets, faults, model):
+        if override.key[0] in names:
             _override(document, override, faults)
         else:
-            faults.append(unknown_key(override.key[:1], known_at(ServeSpec, ()), override.place))
-    spec = _checked(ServeSpec, document, faults)
+            faults.append(unknown_key(override.key[:1], known_at(model, ()), override.place))
+    spec = _checked(model, document, faults)
     if faults or spec is None:
         raise combined(faults)
-    home = place_of(("library",), document.places).directory
-    if home == REPOSITORY / "meshes" and not (REPOSITORY / "pyproject.toml").is_file():
-        # An installed package holds nothing of a user's: the library is where the runs are.
-        spec = spec.model_copy(update={"library": str(Path.cwd() / "library")})
-    spec = _with_local_paths(spec, document.places)
-    model = settled(spec.model, gpus=spec.roles.generator.gpus > 0, here=True)
-    return LoadedServeSpec(spec.model_copy(update={"model": model}), document.places)
+    return LoadedFile(_with_local_paths(spec, document.places), document.places)
 
 
 def load_file(model: type[Model], path: Path) -> Model:
     """Read and check a spec that is one file. Raises SpecError as `load_spec` does."""
     faults: list[SpecProblem] = []
-    kind = next((file for file in FILES if file.root is model), None)
+    kind = next((file for file in spec_files() if file.section is model), None)
     document = read_yaml(path, str(path)) if kind is None else read_of_kind(kind, path, str(path))
     spec = _checked(model, document, faults)
     if spec is None:
@@ -169,25 +166,35 @@ def _route(
 ) -> tuple[list[SetOverride], list[SetOverride]]:
     """Split overrides into the mesh's and the config's; any other becomes a problem."""
     mesh, learn = [], []
-    for override in _overrides(sets, faults):
-        if override.key[0] in MESH_KEYS:
+    for override in _overrides(sets, faults, MeshSpec, LearnSpec):
+        if override.key[0] in _fields(MeshSpec, override.key[:1]):
             mesh.append(override)
-        elif override.key[0] in LEARN_KEYS:
+        elif override.key[0] in _fields(LearnSpec, override.key[:1]):
             learn.append(override)
         else:
             faults.append(unknown_override(override.key, override.place))
     return mesh, learn
 
 
-def _overrides(sets: Sequence[str], faults: list[SpecProblem]) -> list[SetOverride]:
-    """Parse `--set` texts; one that cannot be parsed becomes a problem."""
+def _fields(model: type[BaseModel], keys: Sequence[str]) -> Collection[str]:
+    """Return the keys of a section, with those of other packages where `keys` are none of ours."""
+    return _with_keys(model, keys).model_fields.keys()
+
+
+def _with_keys(model: type[BaseModel], keys: Iterable[str]) -> type[BaseModel]:
+    return model.joined(keys) if issubclass(model, JoinedSection) else model
+
+
+def _overrides(
+    sets: Sequence[str], faults: list[SpecProblem], *roots: type[BaseModel]
+) -> list[SetOverride]:
+    """Parse `--set` texts of keys of the `roots`; one that cannot be parsed becomes a problem."""
     overrides = []
     for text in sets:
         name, equals, value_text = text.partition("=")
         key = tuple(part.strip() for part in name.split("."))
-        owner = (
-            MeshSpec if key[0] in MESH_KEYS else LearnSpec if key[0] in LEARN_KEYS else ServeSpec
-        )
+        owners = [_with_keys(root, key[:1]) for root in roots]
+        owner = next((root for root in owners if key[0] in root.model_fields), owners[-1])
         # What a word that is no key stands for is not known; it is shown where it is short.
         unknown = len(value_text) >= SHORTEST and not is_known(owner, key)
         hidden = unknown or may_hold_secret(owner, key)
@@ -267,10 +274,11 @@ def _forget(places: dict[Key, SourceLocation], key: Key) -> None:
 
 
 def _checked(model: type[Model], document: YamlDocument, faults: list[SpecProblem]) -> Model | None:
+    joined: Any = _with_keys(model, document.values)
     try:
-        value = model.model_validate(document.values)
+        value: Model = joined.model_validate(document.values)
     except ValidationError as error:
-        faults.extend(faults_of(error, model, document.places))
+        faults.extend(faults_of(error, joined, document.places))
         return None
     wrong = list(_with_passwords(document.values, ()))
     for key in wrong:

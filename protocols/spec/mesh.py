@@ -3,25 +3,42 @@
 meshes/x.yaml    MeshSpec   roles, replicas, processes, hosts, tensor plane; names its config
 configs/x.yaml   LearnSpec  model, data, cartridge, rollout, teacher, loss, train, evaluate
 both, resolved   RunSpec    the run, as checkpointed and written into the run directory
+
+hosts: local                                                     this host alone
+hosts: {kind: addresses, addresses: [tls://10.0.0.2:26600],      where `forge worker` listens
+        tls: certs/10.0.0.1}                                     this host's certificate
+hosts: {kind: kubernetes, tls: /etc/forge/mesh}                  pods of the mesh's MonarchMeshes
+hosts: {kind: slurm, slurm: {nodes: 4}, insecure: true}          nodes of a Slurm job
+
+Beyond loopback the mesh talks by mutual TLS, or by plain TCP where `insecure` says so.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    PlainValidator,
+    SerializeAsAny,
+    ValidationInfo,
+    field_validator,
+)
 
-from cartridge_forge.protocols.plugins import installed
+from cartridge_forge.protocols.plugins import Kind, installed
 from cartridge_forge.protocols.spec.base import (
+    AsTuple,
+    JoinedSection,
     KnownNames,
     LocalPath,
     SpecSection,
     broken,
     unknown_name,
 )
-from cartridge_forge.protocols.spec.hosts import HostsSpec
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.services import (
     AutoscaleSpec,
@@ -32,7 +49,70 @@ from cartridge_forge.protocols.spec.services import (
     TelemetrySpec,
     WatchdogSpec,
 )
-from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES
+
+# tls://host:port; an IPv6 host has brackets. A worker serves its WorkerInfo on the next port.
+ADDRESS = re.compile(r"(?:tcp|tls)://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):([0-9]{1,5})")
+
+
+def is_tls(address: str) -> bool:
+    """Return whether a worker's address is one for TLS: `"tls://10.0.0.2:26600"`."""
+    return address.startswith("tls://")
+
+
+def is_loopback_host(host: str) -> bool:
+    """Return whether a host, an address or "localhost", is reached from itself alone."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class HostsSpec(SpecSection):
+    """Configure the hosts that the roles are spread over."""
+
+    kind: Literal["local", "addresses", "kubernetes", "slurm"] = Field(
+        default="local",
+        description="local: this host; addresses: hosts that already listen; kubernetes: pods; "
+        "slurm: nodes of a job",
+    )
+    addresses: Annotated[tuple[str, ...], AsTuple] = Field(
+        default=(),
+        description="tls://host:port of every host, with kind addresses; tcp:// for plain TCP",
+    )
+    tls: LocalPath | None = Field(
+        default=None,
+        description="directory with this host's ca.crt, tls.crt and tls.key, for mutual TLS with "
+        "the workers; null: plain TCP, which is for loopback",
+    )
+    insecure: bool = Field(
+        default=False,
+        description="plain TCP beyond loopback too: whoever reaches a port of the mesh runs code "
+        "there",
+    )
+    reached_at: str | None = Field(
+        default=None,
+        description="name or address of this host for the others; null: of the route to them",
+    )
+
+    @field_validator("addresses")
+    @classmethod
+    def _of_kind_addresses(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        kind = info.data.get("kind")
+        if kind == "addresses" and not value:
+            raise broken("must be given with hosts.kind addresses", "list tls://host:port")
+        if kind not in ("addresses", None) and value:
+            raise broken("belongs to hosts.kind addresses alone", "remove it or change hosts.kind")
+        for address in value:
+            match = ADDRESS.fullmatch(address)
+            if not match or not 1 <= int(match[2]) < 65535:
+                raise broken(
+                    "must hold tls://host:port addresses", f"write {address!r} as tls://host:26600"
+                )
+        if len(set(value)) < len(value):
+            raise broken("must list each host once", "remove the second")
+        if len({is_tls(address) for address in value}) == 2:
+            raise broken("must be tls:// for all hosts, or tcp:// for all", "change the others")
+        return value
 
 
 class RoleSpec(SpecSection):
@@ -139,8 +219,10 @@ RELAYED_KINDS = ("addresses", "kubernetes")  # whose workers have an address of 
 LONGEST_NAME = 57  # of a mesh: its namespace, forge-NAME, is at most 63 characters
 
 
-class MeshSpec(SpecSection):
+class MeshSpec(JoinedSection):
     """Configure a mesh, `meshes/*.yaml`."""
+
+    table: ClassVar[Kind] = "meshes"
 
     name: str = Field(
         max_length=LONGEST_NAME,
@@ -275,26 +357,21 @@ class MeshSpec(SpecSection):
 class RunSpec(SpecSection):
     """Hold one run, resolved: local paths are absolute, every default is filled in, no secrets."""
 
-    mesh: MeshSpec = Field(description="where it runs")
-    learn: LearnSpec = Field(description="what it learns")
+    mesh: Annotated[SerializeAsAny[MeshSpec], PlainValidator(MeshSpec.read)] = Field(
+        description="where it runs"
+    )
+    learn: Annotated[SerializeAsAny[LearnSpec], PlainValidator(LearnSpec.read)] = Field(
+        description="what it learns"
+    )
 
     @property
     def roles(self) -> tuple[tuple[str, RoleSpec], ...]:
         """Return (name, role) of the roles that this run needs, in the order of a step."""
-        learn, objective = self.learn, self.learn.objective
-        needed = {
-            "generator": True,
-            "doc_teacher": objective.reads_document,
-            "sdpo_teacher": objective.alpha > 0
-            or (objective.beta > 0 and objective.dpo.follows_policy),
-            "environment": learn.episodes is not None and learn.data.source not in ROW_SOURCES,
-            "reward": any(r.of_worker for r in learn.reward),
-            "teacher_replay": learn.replay is not None,
-            "rsa_aggregator": learn.rsa is not None,
-            "trainer": True,
-        }
+        needed = self.learn.needed_roles
+        names = [name for name in ROLES if name in needed]
+        names += sorted(needed - ROLES.keys())  # of other packages
         roles = self.mesh.roles | {"trainer": self.trainer}
-        return tuple((name, roles[name]) for name, is_ in needed.items() if is_)
+        return tuple((name, roles.get(name, RoleSpec())) for name in names)
 
     @property
     def trainer(self) -> RoleSpec:
@@ -318,7 +395,3 @@ class RunSpec(SpecSection):
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON or YAML; `RunSpec.model_validate` reads them back, equal."""
         return self.model_dump(mode="json")
-
-
-MESH_KEYS = frozenset(MeshSpec.model_fields)
-LEARN_KEYS = frozenset(LearnSpec.model_fields)

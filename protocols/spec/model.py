@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.home import model_names, models_folder
+from cartridge_forge.protocols.files import model_names, models_folder
 from cartridge_forge.protocols.spec.base import Absolute, PathRule, SpecSection, broken
 
 CPUINFO = Path("/proc/cpuinfo")

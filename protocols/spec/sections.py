@@ -1,28 +1,27 @@
-"""Configure the parts of a learning config; `protocols.spec.learn` has the root that joins them."""
+"""Configure the parts of a learning config; `protocols.spec.learn` has the root that joins them.
+
+    total loss = w_doc * doc_kl  +  the channels of plug-ins, each times its weight
+
+With balance gradient_norm the weights are shares of the gradient (`learning.losses.balance`). A
+step leaves out a channel of weight 0. The keys of a plug-in's channel are in the plug-in's spec.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from cartridge_forge.protocols.plugins import known
 from cartridge_forge.protocols.spec.base import (
     AsTuple,
     SpecSection,
     bounded,
     broken,
-    repeated,
     unique,
 )
-from cartridge_forge.protocols.spec.cartridge import CartridgeSpec
-from cartridge_forge.protocols.spec.model import ModelSpec
-from cartridge_forge.protocols.spec.objective import EpisodesSpec, LossSpec, ObjectiveSpec
-from cartridge_forge.protocols.spec.rsa import RsaSpec
-from cartridge_forge.protocols.spec.teacher_replay import ReplaySpec
-from cartridge_forge.protocols.spec.users.data import DataSpec
-from cartridge_forge.protocols.spec.users.documents import DocumentsSpec, SelfStudySpec
-from cartridge_forge.protocols.spec.users.rewards import RewardSpec
 
 Arm = Literal["none", "document", "untrained", "offline", "on_policy", "routed"]
 ARMS: tuple[Arm, ...] = ("none", "document", "untrained", "offline", "on_policy")
@@ -156,6 +155,114 @@ class TeacherSpec(SpecSection):
         if not count and value != "full":
             raise broken("must be a whole number >= 1 or full", "20 is the usual choice")
         return value
+
+
+class LossSpec(SpecSection):
+    """Configure doc_kl: student against teacher on the sampled tokens, nats per token."""
+
+    direction: Literal["forward", "reverse", "jsd", "cross_entropy"] = Field(
+        default="forward",
+        description="forward KL(T||S), reverse KL(S||T), jsd between, or -p_T log q_S",
+    )
+    beta: float | None = Field(default=None, gt=0, lt=1, description="the jsd's weight, in (0, 1)")
+    form: Literal["tail", "renormalised", "pairs"] = Field(
+        default="tail",
+        description="what a top-k does with the rest: a tail bucket, renormalise, or nothing and "
+        "a mean over (token, k) pairs as HazyResearch/cartridges does; no matter with top_k full",
+    )
+    temperature: float = Field(default=1.0, gt=0, description="divides both sides' logits")
+
+    @field_validator("beta")
+    @classmethod
+    def _beta_is_of_jsd(cls, value: float | None, info: ValidationInfo) -> float | None:
+        direction = info.data.get("direction")
+        if value is None and direction == "jsd":
+            raise broken("must be given with loss.direction jsd", "set it to 0.5")
+        if value is not None and direction is not None and direction != "jsd":
+            raise broken(
+                "belongs to loss.direction jsd alone", "remove it or set loss.direction: jsd"
+            )
+        return value
+
+
+class ObjectiveSpec(SpecSection):
+    """Configure weights and forms of the channels; the section `loss` has the form of doc_kl. A
+    plug-in's subclass adds the keys of its channels."""
+
+    removed: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "balance_bound": (100.0, "remove it: a weight changes by a factor of at most 100")
+    }
+    weight_keys: ClassVar[Mapping[str, str]] = {"doc_kl": "w_doc"}  # channel -> key of its weight
+
+    w_doc: float = Field(default=1.0, ge=0, description="weight of document distillation")
+    channels: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default={}, description="weights of the loss channels of installed plug-ins, by name"
+    )
+    balance: Literal["none", "gradient_norm"] = Field(
+        default="gradient_norm",
+        description="of two or more channels: weights as they are, or each channel's share of the "
+        "gradient's norm follows its weight",
+    )
+    balance_every: int = Field(
+        default=1,
+        ge=1,
+        description="steps between measurements of the channels' gradient norms, which cost a "
+        "backward for each channel",
+    )
+    micro_tokens: int | None = Field(
+        default=None,
+        ge=2,
+        description="tokens trained at a time, on a CPU in several passes beside each other; null: "
+        "the whole batch",
+    )
+    compare_every: int = Field(
+        default=0,
+        ge=0,
+        description="steps between comparisons of the channels' gradients (norms, cosines), which "
+        "cost a backward for each channel; 0 never",
+    )
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Return the weight of every channel by its name in `protocols.plugins`."""
+        return {"doc_kl": self.w_doc, **self.channels}
+
+    @field_validator("channels")
+    @classmethod
+    def _of_plugins(cls, value: dict[str, float]) -> dict[str, float]:
+        for name in value:
+            if name in cls.weight_keys:
+                raise broken(f"must not name {name}", f"set objective.{cls.weight_keys[name]}")
+            if name not in (names := known("channels")):
+                raise broken(
+                    f"must name loss channels of plug-ins: got {name}, and there are "
+                    f"{', '.join(names)}",
+                    "correct the name, or install the package whose plug-in adds it",
+                )
+        return value
+
+    @property
+    def reads_document(self) -> bool:
+        """Return whether the document teacher reads what the student sampled."""
+        return self.w_doc > 0
+
+    @property
+    def asks_document(self) -> bool:
+        """Return whether a channel needs the document teacher's probability of each sampled
+        token."""
+        return False
+
+    @property
+    def reference_refresh(self) -> int | None:
+        """Return the steps after which the reference of a channel is renewed; None where it
+        stays."""
+        return None
+
+    @property
+    def hinted_decay(self) -> float | None:
+        """Return the decay of the average of the cartridges that read hints: 1 for the untrained
+        ones, None for those in training."""
+        return None
 
 
 class WarmStartSpec(SpecSection):
@@ -331,52 +438,4 @@ class EvaluateSpec(SpecSection):
                 "must hold on_policy where it holds routed, which reads the same cartridges",
                 "add on_policy or remove routed",
             )
-        return value
-
-
-class LearnSections(SpecSection):
-    """Hold all sections of a learning config, without the rules between them."""
-
-    model: ModelSpec = Field(description="the frozen base model")
-    data: DataSpec = Field(description="patients, documents and questions")
-    cartridge: CartridgeSpec = Field(description="the trainable KV prefix of one document")
-    rollout: RolloutSpec = Field(description="the student's own sampling")
-    generator: GeneratorSpec = Field(
-        default=GeneratorSpec(), description="what runs the generators"
-    )
-    teacher: TeacherSpec = Field(
-        default=TeacherSpec(), description="the model that has the document"
-    )
-    loss: LossSpec = Field(default=LossSpec(), description="student against teacher")
-    objective: ObjectiveSpec = Field(
-        default=ObjectiveSpec(), description="the channels and their weights"
-    )
-    episodes: EpisodesSpec | None = Field(
-        default=None, description="episodes with an environment; null: self-study prompts"
-    )
-    rsa: RsaSpec | None = Field(
-        default=None, description="runs of recursive self-aggregation; null: single answers"
-    )
-    reward: Annotated[tuple[RewardSpec, ...], AsTuple] = Field(
-        default=(),
-        description="rewards of an episode, summed by weight; held-out episodes count as right by "
-        "the first; none: the environment's own",
-    )
-    replay: ReplaySpec | None = Field(default=None, description="external teachers that vote")
-    documents: DocumentsSpec = Field(
-        default=DocumentsSpec(), description="how files of data.path are read"
-    )
-    self_study: SelfStudySpec | None = Field(
-        default=None, description="questions about the user's documents; null: other data"
-    )
-    train: TrainSpec = Field(description="the optimiser")
-    evaluate: EvaluateSpec = Field(default=EvaluateSpec(), description="held-out questions")
-
-    @field_validator("reward")
-    @classmethod
-    def _rewards_have_names(cls, value: tuple[RewardSpec, ...]) -> tuple[RewardSpec, ...]:
-        if twice := repeated([reward.title for reward in value]):
-            raise broken("must have names of their own", f"give one {twice} another name")
-        if value and not any(reward.weight for reward in value):
-            raise broken("must hold a weight other than 0", "set one, or nothing is learnt")
         return value

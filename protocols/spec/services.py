@@ -6,6 +6,7 @@ These are sections of `meshes/*.yaml` and of its roles; all defaults suit one ma
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -167,6 +168,19 @@ class RecordsSpec(SpecSection):
     token_scores_mib: int = Field(
         default=64, ge=1, description="size at which token_scores.jsonl ends, MiB"
     )
+
+
+@dataclass(frozen=True)
+class StoredPlace:
+    """Name a run in a store: the `url` of all runs, `s3://bucket/runs`, and `run`, its place there,
+    `longhealth/20260726T101530Z-3fa9`."""
+
+    url: str
+    run: str
+
+    def within(self, writer: str) -> str:
+        """Return the prefix of a writer's folder."""
+        return f"{self.run}/{writer}"
 
 
 class WatchdogSpec(SpecSection):

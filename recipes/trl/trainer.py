@@ -9,7 +9,7 @@ with the document before the prompt, the hinted teacher the student itself under
 
     trainer = CartridgeGRPOTrainer(
         trainable(model, "adapter"), [reward], GRPOConfig("out", bf16=False), train_dataset=rows,
-        processing_class=tokenizer, objective=ObjectiveSpec(w_rl=1.0, balance="none"),
+        processing_class=tokenizer, objective=EpisodesObjective(w_rl=1.0, balance="none"),
     )
 
 Rows have `prompt`, messages or text, and with w_doc > 0 `document`, a text. It becomes the system
@@ -32,9 +32,10 @@ from cartridge_forge.learning.losses.doc_kl import doc_kl
 from cartridge_forge.learning.policy_scores import summed_by_pair
 from cartridge_forge.learning.teacher import TeacherDistribution
 from cartridge_forge.plugins.episodes.losses.sdpo import alpha_at, sdpo_term, sdpo_tokens
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.plugins.replay.dpo import replay_dpo
 from cartridge_forge.protocols.errors import DataError, SpecError
-from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
+from cartridge_forge.protocols.spec.sections import LossSpec
 from cartridge_forge.protocols.step import PreferencePair, completions
 from recipes.trl.scoring import response_logits, teacher_logits, unpadded
 
@@ -52,7 +53,7 @@ class CartridgeGRPOTrainer(GRPOTrainer):
         reward_funcs: Any = None,
         args: Any = None,
         *,
-        objective: ObjectiveSpec,
+        objective: EpisodesObjective,
         loss: LossSpec | None = None,
         hinted: HintedPrompt | None = None,
         pairs: Sequence[PreferencePair] = (),
@@ -229,7 +230,7 @@ class CartridgeGRPOTrainer(GRPOTrainer):
 
 
 def check(
-    objective: ObjectiveSpec, model: Any, hinted: object, pairs: Sequence[PreferencePair]
+    objective: EpisodesObjective, model: Any, hinted: object, pairs: Sequence[PreferencePair]
 ) -> None:
     """Raise SpecError for keys that TRL's loop has no counterpart of, or without what they need;
     DataError for another model than one over a CARTRIDGE adapter."""

@@ -40,7 +40,7 @@ PRELOAD = (
     "cartridge_forge.learning.teacher",
     "cartridge_forge.learning.policy_scores",
     "cartridge_forge.learning.decode",
-    "cartridge_forge.learning.losses.objective",
+    "cartridge_forge.learning.losses.channel",
     "cartridge_forge.training.renderer",
 )
 PR_SET_PDEATHSIG = 1

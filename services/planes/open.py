@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from cartridge_forge.protocols.plugins import resolve
 from cartridge_forge.protocols.ports import TensorPlane
-from cartridge_forge.protocols.spec.hosts import HostsSpec
+from cartridge_forge.protocols.spec.mesh import HostsSpec
 
 if TYPE_CHECKING:
     from monarch.actor import ProcMesh

@@ -19,7 +19,6 @@ from typing import Any
 from cartridge_forge.protocols.errors import ForgeError, HostsEndedError, PlaneError, RunError
 from cartridge_forge.protocols.records.status import ReplicaState
 from cartridge_forge.protocols.spec.services import HealthSpec
-from cartridge_forge.services.pool.autoscale import Loads
 from cartridge_forge.services.pool.health import (
     IN_SERVICE,
     ReplicaLost,
@@ -30,6 +29,7 @@ from cartridge_forge.services.pool.health import (
 from cartridge_forge.services.pool.pool import Pool, Replica, ask
 from cartridge_forge.services.pool.process import ReplicaProcess, by_rank
 from cartridge_forge.services.pool.process_manager import ProcessManager
+from cartridge_forge.services.pool.sizes import Loads
 
 RETRY_SECONDS = 0.5  # doubled by every further start that fails
 LONGEST_PAUSE_SECONDS = 8.0

@@ -32,7 +32,6 @@ from cartridge_forge.protocols.records.status import ReplicaState
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.spec.services import HealthSpec
 from cartridge_forge.protocols.streams import TraceSpan
-from cartridge_forge.services.pool.autoscale import decide
 from cartridge_forge.services.pool.health import IN_SERVICE, HealthState, last_line, silent
 from cartridge_forge.services.pool.hosts import HostSource, HostWorker, Membership
 from cartridge_forge.services.pool.lifecycle import (
@@ -46,6 +45,7 @@ from cartridge_forge.services.pool.lifecycle import (
 from cartridge_forge.services.pool.pool import Pool, Replica
 from cartridge_forge.services.pool.process import ProcessHost, ReplicaProcess
 from cartridge_forge.services.pool.process_manager import ProcessManager
+from cartridge_forge.services.pool.sizes import decide
 
 # Monarch's text for any actor whose process did not answer, in place of the actor's own error.
 UNHEARD = "timeout waiting for message from proc mesh agent"

@@ -1,4 +1,6 @@
-"""Find the sizes that the pools of a resumed run have: `forge scale` is not forgotten.
+"""Find the sizes of pools: as a resumed run begins, and by load as it goes on.
+
+`forge scale` is not forgotten when a run is resumed:
 
     given now, on the command line or in the mesh file, and new    wins, and is noted
     else set last by `forge scale`, or by load                     a `scaled` event of the run
@@ -6,16 +8,31 @@
 
 A size given now is new where it is another than the run was last given. Where a person resumes the
 run, one of `--set` counts as new in any case; a command that restarts itself repeats its own.
+
+A role with `autoscale` follows its recent load, by a pure policy:
+
+    load    ongoing and waiting requests of the whole pool
+    high    load > replicas * target_ongoing * (1 + tolerance), throughout the last up_delay_s
+    low     load < replicas * target_ongoing * (1 - tolerance), throughout the last down_delay_s
+    wanted  ceil(load / target_ongoing), within min..max: of the least load while it was high, of
+            the greatest while it was low; the current size where it was neither
+
+Because the least load of a high period counts, a spike shorter than up_delay_s starts nothing.
+Because the greatest load of a low period counts, a dip shorter than down_delay_s stops nothing. At
+a constant load the size changes in one direction only, and `ceil(load / target_ongoing)` is a fixed
+point, so the size never oscillates.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cartridge_forge.protocols.errors import ForgeError
 from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.protocols.spec.services import AutoscaleSpec
 
 GIVEN = "spec"  # `by` of a `scaled` event whose size was given as the run was resumed
 
@@ -92,3 +109,42 @@ async def restore(
                 await scale(size.role, size.replicas)
             except ForgeError as refusal:
                 warn(f"{size.role} has {size.before} replicas, not {size.replicas}: {refusal}")
+
+
+Loads = tuple[tuple[float, int], ...]
+"""The loads of a pool as (start in seconds, requests), oldest first, without equal neighbours; each
+holds until the next: `((0.0, 4), (2.5, 9))`; empty at first."""
+
+
+def decide(
+    loads: Loads, now_s: float, load: int, replicas: int, spec: AutoscaleSpec
+) -> tuple[Loads, int]:
+    """Return the history with this load added, and how many replicas the pool should have now.
+
+    `now_s` is of a monotonic clock. `load` counts the pool's ongoing and waiting requests.
+    `replicas` is its last target, whether all have started or not.
+    """
+    if not loads or loads[-1][1] != load:
+        loads = (*loads, (now_s, load))
+    # The load in force when the longer delay began is the oldest that still counts.
+    begin = now_s - max(spec.up_delay_s, spec.down_delay_s)
+    in_force = max((i for i, (since, _) in enumerate(loads) if since <= begin), default=0)
+    loads = loads[in_force:]
+
+    wanted = replicas
+    per_size = replicas * spec.target_ongoing
+    least = min(_during(loads, now_s - spec.up_delay_s), default=None)
+    greatest = max(_during(loads, now_s - spec.down_delay_s), default=None)
+    if least is not None and least > per_size * (1 + spec.tolerance):
+        wanted = math.ceil(least / spec.target_ongoing)
+    elif greatest is not None and greatest < per_size * (1 - spec.tolerance):
+        wanted = math.ceil(greatest / spec.target_ongoing)
+    return loads, min(max(wanted, spec.min), spec.max)
+
+
+def _during(loads: Loads, begin: float) -> Iterable[int]:
+    """Return the loads from `begin` on, or none when the history starts after `begin`."""
+    if loads[0][0] > begin:
+        return []
+    ends = [*(since for since, _ in loads[1:]), math.inf]
+    return [load for (_, load), end in zip(loads, ends, strict=True) if end > begin]

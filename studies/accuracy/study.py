@@ -22,6 +22,7 @@ from cartridge_forge.learning.teacher import (
     score_kept,
 )
 from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.longhealth import (
     LongHealthQuestion,
     measure,
@@ -46,6 +47,7 @@ class StudyBench:
 
     def __init__(self, learn: LearnSpec) -> None:
         one_thread()
+        learn = DocumentsLearn.of(learn)
         self._learn = learn
         self.model = load_model(learn.model.path, learn.model.dtype)
         self.tasks = open_prompts(learn, load_tokenizer(learn.model.path))

@@ -36,14 +36,12 @@ BEGIN, END = "training/loop.py OnPolicyLoop.step", "training/training_run.py Tra
 BESIDE = (
     "plugins/watch/", "services/run_directory.py",
     "plugins/library/run_lease.py", "services/run_log.py", "services/proc_info.py",
-    "services/pool/autoscale.py", "services/pool/health.py",
+    "services/pool/sizes.py", "services/pool/health.py",
     "services/pool/lifecycle.py", "services/pool/placement.py", "services/pool/process.py",
     "services/pool/process_manager.py", "services/pool/service.py", "services/pool/hosts.py",
     "plugins/cluster/hosts/", "services/forkserver/", "actors/heartbeat.py",
     "learning/losses/token_scores.py", "protocols/files.py", "protocols/records/",
-    # Ports of heartbeats; who holds the run; a second try where the disk is full; lines for people.
-    "actors/ports.py", "plugins/library/run_lease.py", "protocols/reserve.py",
-    "plugins/watch/console.py", "services/run_log.py",
+    "plugins/watch/console.py",
     "protocols/wire/", "training/controller.py", "training/training_run.py",
     "forge_run/",
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cartridge_forge.protocols.spec.keys import FILES, SpecFile, SpecKey, spec_keys
+from cartridge_forge.protocols.spec.keys import SpecFile, SpecKey, spec_files, spec_keys
 from reference_pages.markdown import code, page, table
 
 HEADS = ("key", "type", "default", "meaning")
@@ -21,7 +21,7 @@ For completion and checks in an editor, write one of these as the first line of 
 
 def keys_page() -> str:
     """Return the page, a heading for each kind of file and for each section."""
-    return page("Configuration keys", ABOUT, *(part for file in FILES for part in _file(file)))
+    return page("Configuration keys", ABOUT, *(p for file in spec_files() for p in _file(file)))
 
 
 def _file(file: SpecFile) -> Iterator[str]:

@@ -12,7 +12,7 @@ import pytest
 from pdfs import pdf
 from small_run import ROOT, run_to_end
 
-from cartridge_forge.protocols.spec.users.documents import SEED_KINDS
+from cartridge_forge.plugins.documents.spec.documents import SEED_KINDS
 
 ARTICLES = ROOT / "tests" / "data" / "articles"
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cartridge_forge.learning.cartridge import CartridgeBank, first_tokens
 from cartridge_forge.learning.losses.balance import GradientBalance
-from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.policy_scores import with_references
 from cartridge_forge.learning.step import StepOptions, train_step
 from cartridge_forge.learning.teacher import (
@@ -24,8 +24,8 @@ from cartridge_forge.learning.teacher import (
 )
 from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule
 from cartridge_forge.learning.updates import Share, part_of
-from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
-from cartridge_forge.protocols.spec.sections import GapBounds, TrainSpec
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
+from cartridge_forge.protocols.spec.sections import GapBounds, LossSpec, TrainSpec
 from cartridge_forge.protocols.step import (
     HintedTurn,
     PolicySample,
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from twins import Twin
 
 VOCAB = 97
-ALL = ObjectiveSpec(w_doc=0.7, w_rl=1.3, alpha=0.5, beta=0.9)
+ALL = EpisodesObjective(w_doc=0.7, w_rl=1.3, alpha=0.5, beta=0.9)
 
 
-def changed(like: ObjectiveSpec, **changes: Any) -> ObjectiveSpec:
+def changed(like: EpisodesObjective, **changes: Any) -> EpisodesObjective:
     return like.model_copy(update=changes)
 
 
@@ -214,7 +214,7 @@ class Done:
 def do(
     twin: Twin,
     batch: TrainBatch,
-    objective: ObjectiveSpec,
+    objective: EpisodesObjective,
     loss: LossSpec | None = None,
     *,
     bank: CartridgeBank | None = None,

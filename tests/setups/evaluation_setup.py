@@ -20,7 +20,7 @@ from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.teacher import context_ids, document_kv
 from cartridge_forge.plugins.evaluate.arms import ArmAnswers, EvalArm, sit
 from cartridge_forge.plugins.evaluate.questions import EvalSuite, first_tokens_of, set_paper
-from cartridge_forge.protocols.spec.experiments import EvalSpec
+from cartridge_forge.plugins.evaluate.spec import EvalSpec
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RunSpec
@@ -31,7 +31,7 @@ from cartridge_forge.services.run_directory import RunDirectory
 MESH = Path(__file__).parents[2] / "meshes" / "longhealth.yaml"
 SETS = ("data.patients=2", "data.facts=6", "data.notes=2", "data.held_out=0.7",
         "cartridge.tokens=16", "evaluate.max_tokens=20")  # fmt: skip
-EVAL = EvalSpec(questions=4, passages=1, passage_tokens=8, probes=2, resamples=200)
+EVAL = EvalSpec(questions=4, passages=1, passage_tokens=8, probes=2, resamples=200, free_tokens=0)
 
 
 def spec(*sets: str) -> RunSpec:

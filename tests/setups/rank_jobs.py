@@ -44,8 +44,8 @@ from cartridge_forge.learning.teacher import (
     response_logprobs,
 )
 from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
 from cartridge_forge.plugins.library.attention_matching import attention_matched
-from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
 from cartridge_forge.protocols.spec.sections import TrainSpec
 from cartridge_forge.protocols.step import Sample, TrainBatch, completions
 

@@ -7,12 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cartridge_forge.plugins.replay.fake_provider.app import ProviderRequest
-from cartridge_forge.protocols.spec.teacher_replay import (
-    GateSpec,
-    PriceSpec,
-    ReplaySpec,
-    ReplayTeacherSpec,
-)
+from cartridge_forge.plugins.replay.spec import GateSpec, PriceSpec, ReplaySpec, ReplayTeacherSpec
 from cartridge_forge.protocols.teacher_replay import (
     AgentMessage,
     AgentTool,

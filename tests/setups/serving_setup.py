@@ -36,11 +36,11 @@ from cartridge_forge.plugins.serve.backend import (
 from cartridge_forge.plugins.serve.engine.engine import TorchEngine
 from cartridge_forge.plugins.serve.engine.engine_thread import Engine, EngineThread
 from cartridge_forge.plugins.serve.request import ServingRequest, StrategyRequest
+from cartridge_forge.plugins.serve.spec import ApiKeySpec, HttpSpec
 from cartridge_forge.plugins.serve.tokenization import Tokenization
 from cartridge_forge.plugins.strategies.problem import StrategyCost, StrategyResult
 from cartridge_forge.plugins.strategies.samplers.token_budget import TokenSpend
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.serving import ApiKeySpec, HttpSpec
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef
 from cartridge_forge.protocols.streams import TokenChunk
 

@@ -200,7 +200,7 @@ def test_a_trainer_of_doc_kl_loads_no_other_channel() -> None:
         "cartridge_forge.plugins.replay.dpo",
     }
     loaded = loaded_by(
-        "cartridge_forge.learning.trainer, cartridge_forge.learning.losses.objective, "
+        "cartridge_forge.learning.trainer, cartridge_forge.learning.losses.channel, "
         "cartridge_forge.learning.losses.doc_kl"
     )
     assert "cartridge_forge.learning.losses.doc_kl" in loaded

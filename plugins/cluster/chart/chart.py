@@ -31,7 +31,8 @@ from cartridge_forge.plugins.cluster.manifests.placement import (
 )
 from cartridge_forge.plugins.cluster.manifests.sizing import GIB, ModelSize, runs_bytes
 from cartridge_forge.plugins.cluster.manifests.values import KEDA_API
-from cartridge_forge.protocols.spec.hosts import DeploymentSpec
+from cartridge_forge.plugins.cluster.spec import DeploymentSpec
+from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.protocols.spec.mesh import MODEL_ROLES, RunSpec
 
 PARTS = Path(__file__).parent / "templates"
@@ -53,7 +54,7 @@ def least_needs(spec: RunSpec, size: ModelSize) -> Needs:
     """Return what the values must give a mesh, as `render` refuses less."""
     models = [name for name, _ in spec.roles if name in MODEL_ROLES]
     most = max((process_bytes(spec, name, size) / GB for name in models), default=0.0)
-    return Needs(most, -(-runs_bytes(spec.learn, size) // GIB), is_mesh=True)
+    return Needs(most, -(-runs_bytes(RsaLearn.of(spec.learn), size) // GIB), is_mesh=True)
 
 
 def chart_tree(tree: Tree, name: str, version: str, least: Needs, command: str) -> Tree:

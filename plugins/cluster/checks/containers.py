@@ -29,6 +29,7 @@ from cartridge_forge.plugins.cluster.manifests.objects import (
 )
 from cartridge_forge.plugins.cluster.manifests.server import STOP_SECONDS
 from cartridge_forge.plugins.cluster.manifests.sizing import GIB, pod_resources
+from cartridge_forge.plugins.cluster.spec import ClusterHosts
 from cartridge_forge.protocols.secrets import FILE
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.protocols.spec.services import LOOPBACK
@@ -245,7 +246,7 @@ def _pools(ours: OurContainer, spec: RunSpec, manifests: Sequence[Manifest]) -> 
     hosts, owner, container = spec.mesh.hosts, ours.pod.owner, ours.container
     if hosts.kind != "kubernetes":
         return
-    options = hosts.kubernetes
+    options = ClusterHosts.of(hosts).kubernetes
     scope = Scope(dashed(spec.mesh.name))
     space = (options.namespace if options else None) or scope.namespace
     if owner.namespace and space not in (owner.namespace, "$(POD_NAMESPACE)"):

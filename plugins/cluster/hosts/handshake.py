@@ -25,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from cartridge_forge.plugins.cluster.tls.listener import POLL_SECONDS, MutualTlsRequests
 from cartridge_forge.protocols.errors import RunError
-from cartridge_forge.protocols.spec.hosts import ADDRESS, is_tls
+from cartridge_forge.protocols.spec.mesh import ADDRESS, is_tls
 
 ANSWER_SECONDS = 3.0  # an answer takes a millisecond
 ANSWER_BYTES = 16 * 1024

@@ -16,8 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cartridge_forge.actors.heartbeat import Heartbeat, HeartbeatActor
-from cartridge_forge.actors.ports import PortCall
+from cartridge_forge.actors.heartbeat import Heartbeat, HeartbeatActor, PortCall
 
 WAIT_SHARE = 0.25  # of a period, for answers; later ones are in the next reply
 PATIENCE_PERIODS = 10.0  # after which an answer is no longer waited for

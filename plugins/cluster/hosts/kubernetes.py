@@ -41,8 +41,8 @@ from cartridge_forge.plugins.cluster.hosts.kubernetes_pods import (
 from cartridge_forge.plugins.cluster.manifests.mesh import monarch_mesh, scope_of
 from cartridge_forge.plugins.cluster.manifests.objects import mesh_name
 from cartridge_forge.plugins.cluster.manifests.sizing import model_size
+from cartridge_forge.plugins.cluster.spec import ClusterHosts, KubernetesSpec
 from cartridge_forge.protocols.errors import RunError
-from cartridge_forge.protocols.spec.hosts import KubernetesSpec
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.services.pool.hosts import HostWorker
 
@@ -61,7 +61,7 @@ class KubernetesHosts:
     def __init__(self, spec: RunSpec) -> None:
         """Read the cluster's configuration, without a request. Raises RunError without one."""
         self._run = spec
-        self._spec = spec.mesh.hosts.kubernetes or KubernetesSpec()
+        self._spec = ClusterHosts.of(spec.mesh.hosts).kubernetes or KubernetesSpec()
         self._space = self._spec.namespace or scope_of(spec).namespace
         self._secured = self._space if spec.mesh.hosts.tls is not None else ""
         self._roles = [name for name, _ in spec.roles]

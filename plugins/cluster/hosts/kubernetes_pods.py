@@ -19,7 +19,7 @@ from cartridge_forge.plugins.cluster.manifests.objects import (
     dashed,
     mesh_name,
 )
-from cartridge_forge.protocols.spec.hosts import pod_host
+from cartridge_forge.plugins.cluster.spec import pod_host
 from cartridge_forge.services.pool.hosts import HostWorker
 
 Incarnation = tuple[str, int]

@@ -27,7 +27,7 @@ from cartridge_forge.plugins.cluster.hosts.handshake import (
     require_same,
 )
 from cartridge_forge.protocols.errors import ForgeError, HostsEndedError, RunError
-from cartridge_forge.protocols.spec.hosts import is_tls
+from cartridge_forge.protocols.spec.mesh import is_tls
 from cartridge_forge.services.pool.hosts import HostSource, HostWorker, attach
 from cartridge_forge.services.pool.process import ProcessHost
 from cartridge_forge.services.pool.process_manager import ProcessManager

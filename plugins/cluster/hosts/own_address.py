@@ -6,8 +6,9 @@ import os
 import socket
 
 from cartridge_forge.plugins.cluster.hosts.handshake import host_and_port
+from cartridge_forge.plugins.cluster.spec import pod_host
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.hosts import HostsSpec, pod_host
+from cartridge_forge.protocols.spec.mesh import HostsSpec
 
 ANYWHERE = ("192.0.2.1", 9)  # a documentation network: reached over the default route
 

@@ -31,8 +31,8 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from cartridge_forge.plugins.cluster.hosts.worker import PORT, SETTLE_SECONDS
+from cartridge_forge.plugins.cluster.spec import ClusterHosts, SlurmSpec
 from cartridge_forge.protocols.errors import HostsEndedError, RunError, SpecError
-from cartridge_forge.protocols.spec.hosts import SlurmSpec
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.services.pool.hosts import LINK_ENVIRONMENT, HostWorker, finish
 
@@ -75,7 +75,7 @@ class SlurmHosts:
     """Implement HostSource: `slurm.nodes` workers for every role. Failures are RunErrors."""
 
     def __init__(self, spec: RunSpec) -> None:
-        slurm = spec.mesh.hosts.slurm or SlurmSpec()
+        slurm = ClusterHosts.of(spec.mesh.hosts).slurm or SlurmSpec()
         for arg in slurm.args:
             if arg.partition("=")[0] in ("--export", "--parsable"):
                 raise SpecError(

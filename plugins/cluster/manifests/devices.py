@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cartridge_forge.plugins.cluster.manifests.sizing import ModelSize, known_size, role_needs
-from cartridge_forge.protocols.spec.hosts import HostsSpec
-from cartridge_forge.protocols.spec.mesh import RunSpec
+from cartridge_forge.plugins.cluster.spec import ClusterHosts
+from cartridge_forge.protocols.spec.mesh import HostsSpec, RunSpec
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
 
 GB = 10**9
@@ -50,7 +50,8 @@ def device_loads(spec: RunSpec, size: ModelSize) -> tuple[DeviceLoad, ...]:
 
 def gpu_hosts(hosts: HostsSpec) -> int:
     """Return the number of hosts that a mesh names; 1 where it is not known before the run."""
-    return hosts.slurm.nodes if hosts.slurm is not None else max(1, len(hosts.addresses))
+    slurm = ClusterHosts.of(hosts).slurm
+    return slurm.nodes if slurm is not None else max(1, len(hosts.addresses))
 
 
 def _crowding(host: Sequence[Sequence[object]], wanted: int) -> tuple[bool, int]:

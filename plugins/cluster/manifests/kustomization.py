@@ -41,9 +41,9 @@ from cartridge_forge.plugins.cluster.manifests.values import (
     require_fit,
     require_server,
 )
-from cartridge_forge.protocols.spec.hosts import DeploymentSpec
+from cartridge_forge.plugins.cluster.spec import DeploymentSpec
+from cartridge_forge.plugins.serve.spec import ServeSpec
 from cartridge_forge.protocols.spec.mesh import MODEL_ROLES, RunSpec
-from cartridge_forge.protocols.spec.serving import ServeSpec
 
 TEACHERS = 8  # replicas of teacher_replay in overlays/teachers: they wait for providers
 LAPTOP_CPU = "100m"  # requested a pod in overlays/cpu; the limit stays at its threads

@@ -49,7 +49,8 @@ from cartridge_forge.plugins.cluster.manifests.sizing import (
     controller_resources,
     pod_resources,
 )
-from cartridge_forge.protocols.spec.hosts import DeploymentSpec
+from cartridge_forge.plugins.cluster.spec import DeploymentSpec
+from cartridge_forge.plugins.replay.spec import ReplayLearn
 from cartridge_forge.protocols.spec.mesh import RunSpec
 
 CONTROL_PORT = 50051
@@ -132,7 +133,7 @@ def secrets(spec: RunSpec, values: DeploymentSpec) -> dict[str, tuple[str, ...]]
 
 def teacher_keys(spec: RunSpec) -> tuple[str, ...]:
     """Return the environment variables of external teachers' keys; none for a local provider."""
-    replay = spec.learn.replay
+    replay = ReplayLearn.of(spec.learn).replay
     if replay is None or replay.local is not None:
         return ()
     return tuple(sorted({t.key_env for t in replay.teachers if t.key_env}))

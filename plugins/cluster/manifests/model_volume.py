@@ -18,9 +18,9 @@ from cartridge_forge.plugins.cluster.manifests.objects import (
     secret_env,
 )
 from cartridge_forge.plugins.cluster.manifests.sizing import GIB, ModelSize
+from cartridge_forge.plugins.cluster.spec import ModelSourceSpec
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.files import REPOSITORY
-from cartridge_forge.protocols.spec.hosts import ModelSourceSpec
 
 MOUNT = "/models"
 CLAIM = "model"

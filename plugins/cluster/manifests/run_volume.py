@@ -8,8 +8,9 @@ from urllib.parse import urlsplit
 from cartridge_forge.plugins.cluster.manifests.objects import Object, Scope
 from cartridge_forge.plugins.cluster.manifests.sizing import ModelSize
 from cartridge_forge.plugins.cluster.manifests.values import runs_gib
+from cartridge_forge.plugins.cluster.spec import DeploymentSpec
+from cartridge_forge.plugins.replay.spec import ReplayLearn
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.hosts import DeploymentSpec
 from cartridge_forge.protocols.spec.mesh import RunSpec
 
 STORE_SECRET = "forge-store"  # every key of it is a variable
@@ -23,7 +24,7 @@ NO_LEDGER = "cannot run with records.store, hosts share no ledger of what was pa
 
 def shares_no_ledger(spec: RunSpec) -> bool:
     """Return whether external teachers are asked from several hosts, and the run is in a bucket."""
-    replay, mesh = spec.learn.replay, spec.mesh
+    replay, mesh = ReplayLearn.of(spec.learn).replay, spec.mesh
     apart = mesh.hosts.kind != "local" and replay is not None and replay.local is None
     return apart and mesh.records.store is not None and mesh.roles["teacher_replay"].replicas > 1
 

@@ -20,8 +20,8 @@ from cartridge_forge.plugins.cluster.manifests.objects import (
     settings,
     tcp,
 )
+from cartridge_forge.plugins.serve.spec import ServeSpec
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.serving import ServeSpec
 
 HTTP_PORT = 8000
 SECRET, KEY = "forge-door", "api-key"

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cartridge_forge.plugins.cluster.manifests.objects import Resources
+from cartridge_forge.plugins.rsa.spec import RsaLearn
+from cartridge_forge.plugins.serve.spec import ServeSpec
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.mesh import MODEL_ROLES, RoleSpec, RunSpec
 from cartridge_forge.protocols.spec.model import (
     PACKED_BYTES,
@@ -20,7 +21,6 @@ from cartridge_forge.protocols.spec.model import (
     ShapeSpec,
     model_shape,
 )
-from cartridge_forge.protocols.spec.serving import ServeSpec
 
 GIB = 1024**3
 PROCESS_BYTES = 1 * GIB  # an interpreter with torch, transformers and Monarch
@@ -110,7 +110,7 @@ class MemoryNeeds:
 
 def role_needs(spec: RunSpec, name: str, size: ModelSize) -> MemoryNeeds:
     """Return the bytes that each process of a role needs."""
-    learn = spec.learn
+    learn = RsaLearn.of(spec.learn)
     if name not in MODEL_ROLES:
         return MemoryNeeds(())
     parts = tensor_parallel(learn, name)
@@ -144,7 +144,7 @@ def role_needs(spec: RunSpec, name: str, size: ModelSize) -> MemoryNeeds:
 
 
 def _generator(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, int], ...]:
-    learn = spec.learn
+    learn = RsaLearn.of(spec.learn)
     held = [("cartridge versions", _read_bytes(learn, size))]
     if _reads_documents(learn):
         held.append(("document KV", document_bytes(learn, size)))
@@ -158,7 +158,7 @@ def _generator(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, int], ...]:
     return (*held, ("KV of samples", tokens * size.kv_token), ("logits", logits))
 
 
-def tensor_parallel(learn: LearnSpec, name: str) -> int:
+def tensor_parallel(learn: RsaLearn, name: str) -> int:
     """Return how many processes of a role divide each layer of one copy of the base."""
     of = {
         "generator": learn.generator.tensor_parallel,
@@ -178,7 +178,7 @@ def part_bytes(size: ModelSize, parts: int) -> int:
 
 
 def _trainer(
-    learn: LearnSpec, size: ModelSize, flat: FlatShape, copies: int, own: int
+    learn: RsaLearn, size: ModelSize, flat: FlatShape, copies: int, own: int
 ) -> MemoryNeeds:
     """Size one rank of so many copies of the base, with its `own` number of cartridges. The base is
     divided where it is sharded or tensor-parallel, the batch over the copies; the cartridges that a
@@ -245,38 +245,38 @@ def score_bytes(size: ModelSize, flat: FlatShape, prefix: int) -> int:
     return min(SCORE_BYTES, size.shape.heads * max(own, over) * FLOAT)
 
 
-def trainable_numbers(learn: LearnSpec, size: ModelSize) -> int:
+def trainable_numbers(learn: RsaLearn, size: ModelSize) -> int:
     """Return the numbers that one step trains, over all cartridges."""
     tokens = learn.cartridge.tokens - learn.cartridge.frozen_tokens
     return learn.cartridges * tokens * size.kv_values
 
 
-def published_bytes(learn: LearnSpec, size: ModelSize) -> int:
+def published_bytes(learn: RsaLearn, size: ModelSize) -> int:
     """Return bytes of one version: every cartridge."""
     return learn.cartridges * learn.cartridge.tokens * size.kv_token
 
 
-def touched_cartridges(learn: LearnSpec) -> int:
+def touched_cartridges(learn: RsaLearn) -> int:
     """Return the most cartridges that a step changes: one for each prompt, task or problem."""
     if learn.episodes is not None:
-        asked = learn.episodes.tasks
+        drawn = learn.episodes.tasks
     else:
-        asked = learn.rollout.prompts if learn.rsa is None else learn.rsa.examples
-    return min(learn.cartridges, asked)
+        drawn = learn.rollout.prompts if learn.rsa is None else learn.rsa.examples
+    return min(learn.cartridges, drawn)
 
 
-def touched_bytes(learn: LearnSpec, every: int) -> int:
+def touched_bytes(learn: RsaLearn, every: int) -> int:
     """Return the part of `every`, bytes of all cartridges alike, that a step's cartridges have."""
     return every // learn.cartridges * touched_cartridges(learn)
 
 
-def _sets(learn: LearnSpec) -> int:
+def _sets(learn: RsaLearn) -> int:
     """Return the sets of cartridges of a version: 2 where others than those in training read
     hints."""
     return 1 if learn.objective.hinted_decay is None else 2
 
 
-def _reads_documents(learn: LearnSpec) -> bool:
+def _reads_documents(learn: RsaLearn) -> bool:
     """Return whether the generators read whole documents: for an arm, as teachers that write, or
     for hints."""
     arms, objective = learn.evaluate.arms, learn.objective
@@ -284,32 +284,32 @@ def _reads_documents(learn: LearnSpec) -> bool:
     return "document" in arms or writes or (objective.alpha > 0 and objective.hints.reads_document)
 
 
-def _versions_bytes(learn: LearnSpec, size: ModelSize, versions: int) -> int:
+def _versions_bytes(learn: RsaLearn, size: ModelSize, versions: int) -> int:
     """Return bytes of this many versions in a row: each later one has a step's cartridges anew."""
     whole = published_bytes(learn, size)
     return whole + (versions - 1) * touched_bytes(learn, whole)
 
 
-def _read_bytes(learn: LearnSpec, size: ModelSize) -> int:
+def _read_bytes(learn: RsaLearn, size: ModelSize) -> int:
     """Return bytes of the versions a reader keeps: of rollouts under way, and the next."""
     return _versions_bytes(learn, size, learn.train.staleness + 2)
 
 
-def checkpoint_bytes(learn: LearnSpec, size: ModelSize) -> int:
+def checkpoint_bytes(learn: RsaLearn, size: ModelSize) -> int:
     """Return bytes of one checkpoint; the trainer's last state is as large."""
     frozen = learn.cartridges * learn.cartridge.frozen_tokens * size.kv_values * FLOAT
     hinted = FLOAT * (_sets(learn) - 1)
     return trainable_numbers(learn, size) * (STATE_BYTES + hinted) + frozen
 
 
-def runs_bytes(learn: LearnSpec, size: ModelSize) -> int:
+def runs_bytes(learn: RsaLearn, size: ModelSize) -> int:
     """Return the most bytes of checkpoints and last state that a run directory holds at a time: the
     kept ones, each arm's last, and the one being written."""
     arms = "offline" in learn.evaluate.arms
     return checkpoint_bytes(learn, size) * (learn.train.keep_checkpoints + 2 + arms)
 
 
-def document_bytes(learn: LearnSpec, size: ModelSize, parts: int = 1) -> int:
+def document_bytes(learn: RsaLearn, size: ModelSize, parts: int = 1) -> int:
     """Return bytes of the documents' KV that a cache keeps, in each of so many processes that
     divide it."""
     data, most = learn.data, learn.teacher.max_kv_bytes
@@ -318,7 +318,7 @@ def document_bytes(learn: LearnSpec, size: ModelSize, parts: int = 1) -> int:
     return min(most, data.patients * data.document_tokens * size.kv_token // parts)
 
 
-def spilled_bytes(learn: LearnSpec, size: ModelSize) -> int:
+def spilled_bytes(learn: RsaLearn, size: ModelSize) -> int:
     """Return bytes of the documents' KV that exceed a teacher's GPU and that the host keeps."""
     data, most = learn.data, learn.teacher.host_kv_bytes
     if data.document_tokens is None:
@@ -328,14 +328,14 @@ def spilled_bytes(learn: LearnSpec, size: ModelSize) -> int:
     return min(most, all_of_them - document_bytes(learn, size, parts))
 
 
-def scores_bytes(learn: LearnSpec, size: ModelSize, flat: FlatShape) -> int:
+def scores_bytes(learn: RsaLearn, size: ModelSize, flat: FlatShape) -> int:
     """Return bytes of a teacher's distributions of a step: of the top tokens int32 and float32, or
     all logits."""
     top = learn.teacher.top_k
     return flat.responses * (size.shape.vocab * FLOAT if top == "full" else top * (4 + FLOAT))
 
 
-def samples_of(learn: LearnSpec) -> int:
+def samples_of(learn: RsaLearn) -> int:
     """Return the responses of one step: an episode is one sample, an RSA run all its candidates."""
     if learn.episodes is not None:
         return learn.episodes.tasks * learn.episodes.group
@@ -344,14 +344,14 @@ def samples_of(learn: LearnSpec) -> int:
     return learn.rollout.prompts
 
 
-def sample_tokens(learn: LearnSpec) -> int:
+def sample_tokens(learn: RsaLearn) -> int:
     """Return tokens of the longest sample; a whole row where prompts are unknown."""
     if learn.data.prompt_tokens is None:
         return learn.train.row_tokens
     return min(learn.train.row_tokens, learn.data.prompt_tokens + learn.rollout.max_tokens)
 
 
-def trained_tokens(learn: LearnSpec, ranks: int = 1) -> FlatShape:
+def trained_tokens(learn: RsaLearn, ranks: int = 1) -> FlatShape:
     """Return the trainer's largest forward on one of `ranks` ranks, which `objective.micro_tokens`
     bounds."""
     samples = -(-samples_of(learn) // ranks)
@@ -360,7 +360,7 @@ def trained_tokens(learn: LearnSpec, ranks: int = 1) -> FlatShape:
     return step_tokens(learn, samples)
 
 
-def step_tokens(learn: LearnSpec, samples: int | None = None) -> FlatShape:
+def step_tokens(learn: RsaLearn, samples: int | None = None) -> FlatShape:
     """Return a forward of all samples of a step, or of so many. Every sample has its longest
     length, over as many documents as possible."""
     samples = samples_of(learn) if samples is None else samples
@@ -394,14 +394,14 @@ def pod_resources(spec: RunSpec, name: str, role: RoleSpec, size: ModelSize) -> 
     if name == "generator":  # an engine of several processes is one process here
         held *= spec.learn.generator.tensor_parallel
     if name == "doc_teacher" and role.gpus:
-        held = max(held, spilled_bytes(spec.learn, size))
-    return _resources(role, held, shm=published_bytes(spec.learn, size))
+        held = max(held, spilled_bytes(RsaLearn.of(spec.learn), size))
+    return _resources(role, held, shm=published_bytes(RsaLearn.of(spec.learn), size))
 
 
 def controller_resources(spec: RunSpec, size: ModelSize) -> Resources:
     """Return the controller's resources, with a tensor store of two versions of every cartridge:
     where an arm begins, none is shared."""
-    twice = 2 * published_bytes(spec.learn, size)
+    twice = 2 * published_bytes(RsaLearn.of(spec.learn), size)
     return _resources(RoleSpec(procs=2), twice, shm=twice)
 
 

@@ -9,8 +9,9 @@ from cartridge_forge.plugins.cluster.manifests.devices import GB, process_bytes
 from cartridge_forge.plugins.cluster.manifests.objects import GPU, IMAGE, Object, Scope
 from cartridge_forge.plugins.cluster.manifests.placement import QUEUE
 from cartridge_forge.plugins.cluster.manifests.sizing import GIB, ModelSize, runs_bytes
+from cartridge_forge.plugins.cluster.spec import DeploymentSpec, GpuClassSpec
+from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.hosts import DeploymentSpec, GpuClassSpec
 from cartridge_forge.protocols.spec.mesh import MODEL_ROLES, RunSpec
 
 KEDA_API = "keda.sh/v1alpha1"
@@ -122,7 +123,7 @@ def require_server(values: DeploymentSpec) -> None:
 def runs_gib(spec: RunSpec, size: ModelSize, values: DeploymentSpec | None = None) -> int:
     """Return the GiB of the claim of runs: what the plan writes, or what is asked for. Raises
     SpecError where that is less."""
-    planned = -(-runs_bytes(spec.learn, size) // GIB)
+    planned = -(-runs_bytes(RsaLearn.of(spec.learn), size) // GIB)
     gib = None if values is None else values.storage.runs_gib
     if gib is None:
         return max(LEAST_RUNS_GIB, planned)

@@ -24,7 +24,7 @@ from cartridge_forge.plugins.cluster.hosts.own_address import reached_at
 from cartridge_forge.plugins.cluster.relays.relay import AT, Relay, RelayPlace, RelayServer
 from cartridge_forge.plugins.cluster.relays.relayed import RelayedPlane
 from cartridge_forge.protocols.errors import ForgeError, PlaneError
-from cartridge_forge.protocols.spec.hosts import HostsSpec, is_tls
+from cartridge_forge.protocols.spec.mesh import HostsSpec, is_tls
 from cartridge_forge.protocols.spec.services import HealthSpec
 from cartridge_forge.services.planes.memory_directory import MemoryDirectory
 from cartridge_forge.services.planes.open import OwnedPlane

@@ -9,9 +9,9 @@ from typing import Any
 
 from cartridge_forge.learning.model.control_tokens import require_text, special_in
 from cartridge_forge.plugins.documents.rows.reading import RowSet
+from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.protocols.errors import CheckpointError, DataError
 from cartridge_forge.protocols.files import write_atomically
-from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.services.run_directory import RunDirectory
 from cartridge_forge.training.renderer import ChatRenderer
 
@@ -46,7 +46,7 @@ def require_plain(rows: RowSet, tokenizer: Any) -> None:
     require_text(tokenizer, texts, f"rows of {rows.source}")
 
 
-def require_lengths(spec: LearnSpec, texts: Mapping[str, str], tokenizer: Any) -> None:
+def require_lengths(spec: DocumentsLearn, texts: Mapping[str, str], tokenizer: Any) -> None:
     """Raise DataError for a document that no cartridge can stand for: one that has no more tokens
     than a cartridge, or one of the model's special tokens."""
     conversation = ChatRenderer(tokenizer, texts)

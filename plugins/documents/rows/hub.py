@@ -13,9 +13,9 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
+from cartridge_forge.plugins.documents.spec.rows import HUB, RowsSpec
 from cartridge_forge.plugins.library.hub_errors import asking
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.users.rows import HUB, RowsSpec
 
 SUFFIXES = (".parquet", ".jsonl")  # in this order: a split may be there in both
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")

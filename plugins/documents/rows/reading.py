@@ -16,14 +16,14 @@ from typing import Any
 from cartridge_forge.plugins.documents.formats import ReadOptions
 from cartridge_forge.plugins.documents.reading import ReadLimits, read_documents
 from cartridge_forge.plugins.documents.rows.records import DatasetRow, checked, fingerprint, split
+from cartridge_forge.plugins.documents.spec.data import DataSpec
+from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.sandbox.limited_process import (
     BrokenLimitError,
     LimitedProcess,
     ProcessLimits,
 )
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.users.data import DataSpec
 
 SUFFIX = {"jsonl": ".jsonl", "parquet": ".parquet"}
 NAME_LETTERS = 12  # of a text's hash, which names its document
@@ -51,7 +51,7 @@ class RowSet:
         return sorted(set.intersection(*every))
 
 
-def read_row_set(spec: LearnSpec) -> RowSet:
+def read_row_set(spec: DocumentsLearn) -> RowSet:
     """Return the rows of a spec. Raises DataError that names file, row and column."""
     data, rows = spec.data, spec.data.rows
     assert data.path is not None
@@ -129,7 +129,7 @@ def _file(path: Path, source: str) -> Path:
     return path
 
 
-def _texts(spec: LearnSpec, rows: Sequence[DatasetRow]) -> dict[str, str]:
+def _texts(spec: DocumentsLearn, rows: Sequence[DatasetRow]) -> dict[str, str]:
     """Return the documents' texts by what the column document has; those of files by their path in
     the folder too."""
     how, where = spec.documents, spec.data.rows.documents
@@ -146,7 +146,7 @@ def _hashed(text: str) -> str:
     return "d" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:NAME_LETTERS]
 
 
-def _named(spec: LearnSpec, row: DatasetRow, texts: Mapping[str, str]) -> DatasetRow:
+def _named(spec: DocumentsLearn, row: DatasetRow, texts: Mapping[str, str]) -> DatasetRow:
     """Return the row with its document's name in place of a text or a path."""
     if row.document is None:
         return row
@@ -163,7 +163,7 @@ def _named(spec: LearnSpec, row: DatasetRow, texts: Mapping[str, str]) -> Datase
 
 
 def _require_apart(
-    spec: LearnSpec, training: Sequence[DatasetRow], held_out: Sequence[DatasetRow]
+    spec: DocumentsLearn, training: Sequence[DatasetRow], held_out: Sequence[DatasetRow]
 ) -> None:
     """Raise DataError where a held-out prompt is trained on, unless that is allowed."""
     if spec.evaluate.contamination == "warn":

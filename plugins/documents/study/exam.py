@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from cartridge_forge.plugins.documents.corpus import Corpus
+from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.agreement import (
     HeldOutQuestion,
     StudyQuestion,
@@ -27,7 +28,6 @@ from cartridge_forge.plugins.documents.study.prompts import answered_over, readi
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion
 from cartridge_forge.protocols.records.answers import Answer, KeepAnswers, mean_nll
 from cartridge_forge.protocols.records.run_files import MeasuredAccuracy
-from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.step import (
     BARE,
     NO_DOCUMENT,
@@ -48,7 +48,7 @@ class StudyExam:
 
     def __init__(
         self,
-        spec: LearnSpec,
+        spec: DocumentsLearn,
         parts: Corpus,
         conversation: ChatRenderer,
         titles: Mapping[str, str],

@@ -42,6 +42,8 @@ from cartridge_forge.plugins.clinic.text import (
 from cartridge_forge.plugins.documents.chunks import pieces
 from cartridge_forge.plugins.documents.corpus import context_tokens, longest, part_names, tokenised
 from cartridge_forge.plugins.documents.near_duplicates import LocatedText, overlaps
+from cartridge_forge.plugins.documents.spec.data import DataSpec
+from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.prefix_repair import repaired
 from cartridge_forge.plugins.documents.study.prompts import (
     answered_over,
@@ -56,8 +58,6 @@ from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.layout import layout_of
 from cartridge_forge.protocols.records.answers import Answer, KeepAnswers, hash_of, mean_nll
 from cartridge_forge.protocols.records.run_files import ArmResult, MeasuredAccuracy
-from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.users.data import DataSpec
 from cartridge_forge.protocols.step import (
     BARE,
     NO_DOCUMENT,
@@ -178,7 +178,7 @@ def measure(exams: Sequence[LongHealthQuestion], answers: Sequence[str]) -> Meas
 
 
 def open_recipe(
-    learn: LearnSpec, tokenizer: Any, mesh: Mesh, directory: RunDirectory | None
+    learn: DocumentsLearn, tokenizer: Any, mesh: Mesh, directory: RunDirectory | None
 ) -> LongHealthRecipe:
     """Return the recipe of a spec without episodes, rsa, self-study and a dataset's rows."""
     prompts = open_prompts(learn, tokenizer, None if directory is None else directory.date)
@@ -217,7 +217,7 @@ def read_patients(data: DataSpec) -> list[Patient]:
 
 
 def open_prompts(
-    spec: LearnSpec, tokenizer: Any, date: datetime | None = None
+    spec: DocumentsLearn, tokenizer: Any, date: datetime | None = None
 ) -> LongHealthPrompts:
     """Return the prompts of a run about its patients, whose charts are cut to the model's context;
     `date` is the run's. Raises DataError for too few patients or a context that is too short."""
@@ -230,7 +230,7 @@ class LongHealthPrompts:
 
     def __init__(
         self,
-        spec: LearnSpec,
+        spec: DocumentsLearn,
         patients: Sequence[Patient],
         tokenizer: Any,
         most: int | None = None,

@@ -12,15 +12,15 @@ from cartridge_forge.plugins.clinic.text import PatientQuestion, is_held_out, op
 from cartridge_forge.plugins.documents.corpus import Corpus, corpus_of, read_parts
 from cartridge_forge.plugins.documents.reading import ReadResult, SkippedFile, UserDocument
 from cartridge_forge.plugins.documents.rows.reading import RowSet
+from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, open_prompts
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion, read_question_file
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.step import SEPARATOR
 from cartridge_forge.training.records import interleave
 
 
-def read_material(spec: LearnSpec, tokenizer: Any) -> tuple[Corpus, list[UserQuestion]]:
+def read_material(spec: DocumentsLearn, tokenizer: Any) -> tuple[Corpus, list[UserQuestion]]:
     """Return the documents, and the questions that decide the accuracy, the documents in turn:
     those of data.questions, or LongHealth's held-out ones. The `document` of a question is what it
     is about: a context, or several that are read as one text.
@@ -50,7 +50,7 @@ def require_questions(asked: Sequence[UserQuestion], file: str, tokenizer: Any) 
     require_text(tokenizer, texts, f"questions of {file}")
 
 
-def row_corpus(spec: LearnSpec, rows: RowSet, tokenizer: Any) -> Corpus:
+def row_corpus(spec: DocumentsLearn, rows: RowSet, tokenizer: Any) -> Corpus:
     """Return the documents of a dataset's rows. Raises DataError for one that no cartridge can
     stand for."""
     read = [_document(name, text, rows.source) for name, text in rows.texts.items()]
@@ -65,7 +65,7 @@ def row_corpus(spec: LearnSpec, rows: RowSet, tokenizer: Any) -> Corpus:
     return corpus
 
 
-def chart_corpus(spec: LearnSpec, prompts: LongHealthPrompts, tokenizer: Any) -> Corpus:
+def chart_corpus(spec: DocumentsLearn, prompts: LongHealthPrompts, tokenizer: Any) -> Corpus:
     """Return the patients' charts or their chunks, each with its first line as `about` and the
     patient's name as `title`. A chunk's places are those in its own text.
 
@@ -102,7 +102,7 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def held_out_questions(spec: LearnSpec, prompts: LongHealthPrompts) -> list[UserQuestion]:
+def held_out_questions(spec: DocumentsLearn, prompts: LongHealthPrompts) -> list[UserQuestion]:
     """Return LongHealth's held-out questions as they are asked, the patients in turn. Raises
     DataError where no question is held out."""
     data, patients = spec.data, prompts.patients

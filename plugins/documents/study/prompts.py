@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from cartridge_forge.plugins.documents.corpus import context_tokens, room_beside_a_row
 from cartridge_forge.plugins.documents.retrieval import Bm25Router
+from cartridge_forge.plugins.documents.spec.data import DataSpec
+from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.layout import CartridgeLayout
 from cartridge_forge.protocols.records.answers import Answer
-from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.users.data import DataSpec
 from cartridge_forge.protocols.step import (
     GenerateRequest,
     Sampling,
@@ -75,7 +75,7 @@ def titled_messages(
 
 
 def context_choice(
-    spec: LearnSpec,
+    spec: DocumentsLearn,
     layout: CartridgeLayout,
     texts: Mapping[str, str],
     documents: Mapping[str, tuple[int, ...]],
@@ -104,7 +104,7 @@ def context_choice(
 
 
 def _require_room(
-    spec: LearnSpec,
+    spec: DocumentsLearn,
     layout: CartridgeLayout,
     documents: Mapping[str, tuple[int, ...]],
     count: int,

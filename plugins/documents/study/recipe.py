@@ -22,6 +22,9 @@ from cartridge_forge.plugins.documents.near_duplicates import LocatedText, clean
 from cartridge_forge.plugins.documents.rows.checks import note_rows, require_plain
 from cartridge_forge.plugins.documents.rows.reading import RowSet, read_row_set
 from cartridge_forge.plugins.documents.rows.records import DatasetRow
+from cartridge_forge.plugins.documents.spec.documents import SelfStudySpec
+from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
+from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
 from cartridge_forge.plugins.documents.study.agreement import StudyQuestion, split
 from cartridge_forge.plugins.documents.study.exam import StudyExam
 from cartridge_forge.plugins.documents.study.material import read_material, row_corpus
@@ -48,9 +51,6 @@ from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import json_lines, write_atomically
 from cartridge_forge.protocols.records.answers import KeepAnswers
 from cartridge_forge.protocols.records.run_files import ArmResult, MeasuredAccuracy
-from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.users.documents import SelfStudySpec
-from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES
 from cartridge_forge.protocols.step import (
     BARE,
     NO_DOCUMENT,
@@ -85,7 +85,7 @@ class DocumentsRecipe(Recipe):
     questions `asked` are never trained on."""
 
     def __init__(
-        self, spec: LearnSpec, parts: Corpus, asked: Sequence[UserQuestion], tokenizer: Any,
+        self, spec: DocumentsLearn, parts: Corpus, asked: Sequence[UserQuestion], tokenizer: Any,
         directory: RunDirectory, rows: RowSet | None = None,
     ) -> None:  # fmt: skip
         """Take the questions of a dataset's `rows` where they are given, and write none."""
@@ -321,7 +321,7 @@ class DocumentsRecipe(Recipe):
 
 
 def open_recipe(
-    learn: LearnSpec, tokenizer: Any, mesh: Mesh, directory: RunDirectory | None
+    learn: DocumentsLearn, tokenizer: Any, mesh: Mesh, directory: RunDirectory | None
 ) -> DocumentsRecipe:
     """Return the recipe of a spec with a dataset's rows or with self-study, whose questions it
     writes into the run's `directory`."""

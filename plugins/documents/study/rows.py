@@ -17,6 +17,7 @@ from cartridge_forge.learning.model.control_tokens import require_text
 from cartridge_forge.plugins.clinic.text import contains_words, spaced
 from cartridge_forge.plugins.documents.corpus import Corpus
 from cartridge_forge.plugins.documents.rows.records import DatasetRow
+from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.agreement import StudyQuestion
 from cartridge_forge.plugins.documents.study.prompts import of_contexts, titled_messages, titles_of
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion
@@ -24,7 +25,6 @@ from cartridge_forge.plugins.documents.synthesis_rows import StudyRow
 from cartridge_forge.protocols.errors import CheckpointError, DataError
 from cartridge_forge.protocols.files import write_atomically
 from cartridge_forge.protocols.records.answers import mean_nll
-from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.step import BARE, Completion, GenerateRequest, Sampling
 from cartridge_forge.services.run_directory import RunDirectory
 from cartridge_forge.training.records import GenerateCall, StudyPrompt, context_ref
@@ -33,7 +33,7 @@ from cartridge_forge.training.renderer import ChatRenderer
 NO_GAIN = "no_gain"
 
 
-def context_titles(spec: LearnSpec, parts: Corpus) -> dict[str, str]:
+def context_titles(spec: DocumentsLearn, parts: Corpus) -> dict[str, str]:
     """Return the title that prompts about each context begin with, its document's; {} where they
     begin with none (`data.name_document`)."""
     names = {part.of: part.title or part.of for part in parts.parts.values()}
@@ -42,7 +42,7 @@ def context_titles(spec: LearnSpec, parts: Corpus) -> dict[str, str]:
 
 def studied_of(
     row: StudyRow,
-    spec: LearnSpec,
+    spec: DocumentsLearn,
     conversation: ChatRenderer,
     titles: Mapping[str, str],
     model: str,
@@ -69,7 +69,7 @@ def studied_of(
 
 def row_question(
     row: DatasetRow,
-    spec: LearnSpec,
+    spec: DocumentsLearn,
     parts: Corpus,
     conversation: ChatRenderer,
     titles: Mapping[str, str],

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.loading import load_resolved
 from cartridge_forge.services.run_directory import RunDirectory
@@ -33,7 +34,7 @@ def document_of(path: Path, cartridge: str) -> str:
     from cartridge_forge.plugins.documents.study.material import read_material
 
     run = RunDirectory(path)
-    learn = load_resolved(run.spec).learn
+    learn = RsaLearn.of(load_resolved(run.spec).learn)
     if learn.self_study is None:
         if learn.data.source != "clinic" or learn.rsa is not None:
             raise DataError(f"run {run.id} has no self-study of documents, which could be read")

@@ -25,10 +25,10 @@ from cartridge_forge.plugins.episodes.environments.openenv.client import (
 from cartridge_forge.plugins.episodes.environments.opening import environment_of
 from cartridge_forge.plugins.episodes.environments.sessions import EpisodeEnvironment
 from cartridge_forge.plugins.episodes.environments.student_actions import BAD_ACTION
+from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.replay.actions import dense
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation, Task
 from cartridge_forge.protocols.errors import DataError, RunError
-from cartridge_forge.protocols.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.teacher_replay import AgentTool
 
 Agent = Callable[[Sequence[Observation]], str]  # what was seen so far -> the next text

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from cartridge_forge.plugins.episodes.environments.sessions import EpisodeEnvironment, failed
+from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation
-from cartridge_forge.protocols.spec.environment import EnvironmentSpec
 
 
 def environment_of(spec: EnvironmentSpec, most_turns: int) -> EpisodeEnvironment:

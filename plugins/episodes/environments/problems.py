@@ -25,6 +25,7 @@ from cartridge_forge.plugins.clinic.text import (
 )
 from cartridge_forge.plugins.episodes.environments.verifiers.chat_endpoint import BadChatRequest
 from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import VerifiersWorker
+from cartridge_forge.plugins.episodes.spec.problems import OF_DOCUMENTS, ProblemsSpec
 from cartridge_forge.plugins.sandbox.limited_process import (
     BrokenLimitError,
     LimitedProcess,
@@ -35,7 +36,6 @@ from cartridge_forge.plugins.wire.openai_chat import HarnessRequest
 from cartridge_forge.plugins.wire.openai_replies import ChatReply
 from cartridge_forge.protocols.episodes import Task
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.rsa import OF_DOCUMENTS, ProblemsSpec
 from cartridge_forge.protocols.teacher_replay import TeacherUsage
 
 Extract = Callable[[str], str | None]  # returns the answer in a text, or None

@@ -60,9 +60,10 @@ from cartridge_forge.plugins.episodes.losses.advantages import (
     shaped,
     varying,
 )
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
+from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec, MismatchSpec
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
-from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec, MismatchSpec
+from cartridge_forge.protocols.spec.sections import LossSpec, ObjectiveSpec
 from cartridge_forge.protocols.step import PolicySample, Sample, TrainBatch
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: larger ratios carry no information
@@ -84,7 +85,8 @@ class GRPO(LossChannel):
 
     @classmethod
     def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> GRPO:
-        return cls(objective.w_rl, objective.grpo)
+        ours = EpisodesObjective.of(objective)
+        return cls(ours.w_rl, ours.grpo)
 
     def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:
         return episodes_of(batch)

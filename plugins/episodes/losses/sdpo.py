@@ -49,8 +49,9 @@ from cartridge_forge.plugins.episodes.losses.grpo import (
     episodes_of,
     old_logprobs,
 )
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, SdpoSpec
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec, SdpoSpec
+from cartridge_forge.protocols.spec.sections import LossSpec, ObjectiveSpec
 from cartridge_forge.protocols.step import Sample, TrainBatch, hinted
 
 RATIO_CAP = 2.0
@@ -69,7 +70,8 @@ class SDPO(LossChannel):
 
     @classmethod
     def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> SDPO:
-        return cls(objective.alpha, objective.sdpo, objective.alpha_warmup_steps)
+        ours = EpisodesObjective.of(objective)
+        return cls(ours.alpha, ours.sdpo, ours.alpha_warmup_steps)
 
     def at(self, step: int) -> SDPO:
         weight = alpha_at(step, self.weight, self.warmup_steps)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cartridge_forge.plugins.episodes.rewards.calling import GRACE_S
+from cartridge_forge.plugins.episodes.spec.rewards import RewardSpec
 from cartridge_forge.plugins.sandbox.limited_process import (
     BrokenLimitError,
     LimitedProcess,
@@ -21,7 +22,6 @@ from cartridge_forge.plugins.sandbox.limited_process import (
 )
 from cartridge_forge.protocols.episodes import RewardOutcome
 from cartridge_forge.protocols.errors import DataError, RunError
-from cartridge_forge.protocols.spec.users.rewards import RewardSpec
 
 OPEN_S = 120.0  # to import the module, which may import torch
 LATE_S = 3.0  # after which a worker that should have ended itself is killed

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from cartridge_forge.plugins.clinic.desk import HINTS, draw_desk
 from cartridge_forge.plugins.episodes.environments.action_parsing import DESK
+from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
 from cartridge_forge.protocols.episodes import Task
-from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.step import stream_seed
 from cartridge_forge.protocols.teacher_replay import ToolAction
 
@@ -20,7 +20,7 @@ class DeskTasks:
     hints: Mapping[str, str] = HINTS
     exams: int | None = None
 
-    def __init__(self, spec: LearnSpec) -> None:
+    def __init__(self, spec: EpisodesLearn) -> None:
         assert spec.episodes is not None
         assert spec.data.facts is not None
         self._seed, self._fields, self._episodes = spec.data.seed, spec.data.facts, spec.episodes

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cartridge_forge.plugins.episodes.environments.action_parsing import JSON
+from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
 from cartridge_forge.plugins.episodes.task_sources.primer import PRIMER_TEXT
 from cartridge_forge.protocols.episodes import Task
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.environment import EnvironmentSpec
-from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.step import stream_seed
 
 MOST_TURNS = 1000  # of the cycle in which environments take turns
@@ -24,7 +24,7 @@ class EnvironmentTasks:
     hints: Mapping[str, str] = {}
     exams: int | None = None
 
-    def __init__(self, spec: LearnSpec) -> None:
+    def __init__(self, spec: EpisodesLearn) -> None:
         """Raise DataError for a document that cannot be read or is empty."""
         assert spec.episodes is not None
         self._held_out = spec.evaluate.questions

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
+from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
 from cartridge_forge.plugins.episodes.task_sources.base import TaskSource
-from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.users.rows import ROW_SOURCES
 from cartridge_forge.services.run_directory import RunDirectory
 
 
-def open_tasks(learn: LearnSpec, tokenizer: Any, directory: RunDirectory | None) -> TaskSource:
+def open_tasks(learn: EpisodesLearn, tokenizer: Any, directory: RunDirectory | None) -> TaskSource:
     """Return the tasks of episodes. Rows are noted in the run's `directory`: raises CheckpointError
     for others than those that it began with."""
     if learn.data.source in ROW_SOURCES:

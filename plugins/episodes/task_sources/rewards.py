@@ -17,13 +17,13 @@ from cartridge_forge.plugins.episodes.rewards.combining import (
     judged,
     view_of,
 )
+from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
+from cartridge_forge.plugins.episodes.spec.rewards import RewardSpec
 from cartridge_forge.plugins.replay.client import TeacherReplayClient
 from cartridge_forge.plugins.statistics.intervals import mean_interval
 from cartridge_forge.protocols.episodes import Episode, RewardOutcome
 from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.protocols.records.run_files import EpisodeMeans
-from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.users.rewards import RewardSpec
 from cartridge_forge.protocols.teacher_replay import ReplayState, TextAction
 from cartridge_forge.services.pool.pool import Pool
 from cartridge_forge.training.renderer import messages_so_far
@@ -34,7 +34,7 @@ NOT_ASKED = RewardOutcome(None, "its replica gave nothing", failed=True)
 class EpisodeRewards:
     """Judge by workers, by teachers as judges, and by the environment's own reward."""
 
-    def __init__(self, spec: LearnSpec, pools: Mapping[str, Pool]) -> None:
+    def __init__(self, spec: EpisodesLearn, pools: Mapping[str, Pool]) -> None:
         self._rewards: Sequence[RewardSpec] = spec.reward
         self._of_workers = any(r.of_worker for r in spec.reward)
         self._workers, self._teachers = RewardClient(pools), TeacherReplayClient(pools)

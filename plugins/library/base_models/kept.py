@@ -1,4 +1,4 @@
-"""Keep base models by name: standard directories below `protocols.home.models_folder`.
+"""Keep base models by name: standard directories below `protocols.files.models_folder`.
 
     smollm2-135m/config.json, model.safetensors, tokenizer.json, ...     as Hugging Face has them
     smollm2-135m/model.json                                              what `KeptModel` holds
@@ -24,8 +24,13 @@ from cartridge_forge.learning.model.verdicts import weight_files, weights_hash
 from cartridge_forge.plugins.library.base_models.gguf_file import GgufFile
 from cartridge_forge.plugins.library.names import is_name
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.files import replacing, sha256_of, utc_text
-from cartridge_forge.protocols.home import model_names, models_folder
+from cartridge_forge.protocols.files import (
+    model_names,
+    models_folder,
+    replacing,
+    sha256_of,
+    utc_text,
+)
 
 FACTS = "model.json"
 COPIED = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "LICENSE*", "README.md")

@@ -21,7 +21,7 @@ from cartridge_forge.learning.checkpoint import (
 from cartridge_forge.plugins.library.formats.base_model import model_name, read_base
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile, Provenance
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.records.chat_date import read_date, source_of
+from cartridge_forge.protocols.records.run_files import read_date, source_of
 from cartridge_forge.protocols.spec.loading import load_resolved
 
 START = "start.json"  # of a run directory: `registry.starting` writes it
@@ -137,7 +137,7 @@ def _of_spec(run: Path, weights: str) -> tuple[Provenance, dict[str, str]]:
     if not spec.is_file():
         return Provenance(weights_sha256=weights), {}
     learn = load_resolved(spec).learn
-    data = json.dumps(learn.data.model_dump(mode="json"), sort_keys=True)
+    data = json.dumps(learn.model_dump(mode="json", include={"data"}).get("data"), sort_keys=True)
     name, dtype = model_name(learn.model.path), learn.model.dtype
     provenance = Provenance(base=name, weights_sha256=weights, weights_dtype=dtype)
     if (Path(learn.model.path) / "config.json").is_file():

@@ -22,7 +22,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from cartridge_forge.protocols.spec.serving import HttpSpec
+from cartridge_forge.plugins.serve.spec import HttpSpec
 
 UPLOADS = "/admin/cartridges/"  # routes whose bodies are files
 UPLOAD_SECONDS = 600.0  # for such a body to arrive

@@ -16,8 +16,8 @@ from cartridge_forge.plugins.library.store import CartridgeStore
 from cartridge_forge.plugins.serve.access.keys import Caller
 from cartridge_forge.plugins.serve.apis.tokasaurus import CartridgeSource
 from cartridge_forge.plugins.serve.errors import ApiError, bad_request
+from cartridge_forge.plugins.serve.spec import HubSpec
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.serving import HubSpec
 
 
 def library_name(source: CartridgeSource, hub: HubSpec | None) -> str:

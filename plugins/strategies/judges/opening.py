@@ -17,6 +17,7 @@ from pathlib import Path
 from cartridge_forge.plugins.replay.clients import connect
 from cartridge_forge.plugins.replay.ledger import SpendLedger
 from cartridge_forge.plugins.replay.panel import TeacherPanel, limits_of, probability_of_teacher
+from cartridge_forge.plugins.replay.spec import ReplaySpec
 from cartridge_forge.plugins.sandbox.limited_process import (
     BrokenLimitError,
     LimitedProcess,
@@ -24,13 +25,12 @@ from cartridge_forge.plugins.sandbox.limited_process import (
 )
 from cartridge_forge.plugins.strategies.problem import Judge
 from cartridge_forge.plugins.strategies.scorers import SEPARATOR
-from cartridge_forge.protocols.errors import DataError, RunError, SpecError
-from cartridge_forge.protocols.spec.teacher_replay import (
+from cartridge_forge.plugins.strategies.spec import (
     ProcessRewardSpec,
-    ReplaySpec,
     RewardJudgeSpec,
     RewardModelSpec,
 )
+from cartridge_forge.protocols.errors import DataError, RunError, SpecError
 
 SCORE = "cartridge_forge.plugins.strategies.judges.reward_process:score"
 WORKING = 2 * 1024**3  # bytes beside the weights, which are held twice while they are read

@@ -18,9 +18,29 @@ import random
 from dataclasses import dataclass
 
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.rsa import shape_fault
 
 Parents = tuple[tuple[int, ...], ...]
+
+
+def shape_fault(M: int, N: int, K: int, T: int) -> tuple[str, str, str] | None:
+    """Return the first of the four numbers that does not fit those before it, as (name, broken
+    rule, remedy), or None where all fit."""
+    for name, value in (("M", M), ("N", N), ("K", K), ("T", T)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            return name, "must be a whole number >= 1", "raise it"
+    if M & (M - 1):
+        below = 1 << (M.bit_length() - 1)
+        rule = "must be a power of two, for islands merge in pairs"
+        return "M", rule, f"use {below} or {2 * below}"
+    if K > N:
+        return "K", f"must be <= N ({N}), the candidates of an island", "lower K or raise N"
+    stages = M.bit_length()
+    if T % stages:
+        below = T - T % stages
+        rule = f"must be divisible by log2(M) + 1 = {stages}, for every stage of merging takes as "
+        rule += f"many populations (M is {M})"
+        return "T", rule, f"use {f'{below} or ' if below else ''}{below + stages}, or another M"
+    return None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.plugins.watch.console import (
     UNKNOWN,
     duration,
@@ -19,7 +20,6 @@ from cartridge_forge.plugins.watch.console import (
 from cartridge_forge.plugins.watch.control.endpoints import is_running, runs_under
 from cartridge_forge.protocols.errors import ForgeError
 from cartridge_forge.protocols.files import iter_rows
-from cartridge_forge.protocols.formatting import TableSection
 from cartridge_forge.services.run_directory import RunDirectory, outcome, storage_error
 
 HEADS = ("run", "state", "step", "KL", "accuracy", "95% CI", "took", "directory")

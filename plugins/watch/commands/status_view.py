@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from cartridge_forge.plugins.statistics.formatting import bytes_text
 from cartridge_forge.plugins.watch.console import UNKNOWN, duration, number, percent, printable
-from cartridge_forge.protocols.formatting import bytes_text
 from cartridge_forge.protocols.records.status import PoolStatus, ReplicaState, RunStatus
 
 _STYLES = {

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.plugins.watch.console import number
 from cartridge_forge.plugins.watch.report.plots import (
     LINES,
@@ -24,7 +25,6 @@ from cartridge_forge.plugins.watch.report.plots import (
     share_axes,
 )
 from cartridge_forge.plugins.watch.report.template import Block, Row
-from cartridge_forge.protocols.formatting import TableSection
 from cartridge_forge.protocols.records.run_files import TRAINED_ARMS
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cartridge_forge.plugins.documents.synthesis_rows import few_turns
+from cartridge_forge.plugins.statistics.formatting import Rows, TableSection
 from cartridge_forge.plugins.watch.console import number, percent
 from cartridge_forge.plugins.watch.report.template import Block, Row, shortened
 from cartridge_forge.protocols.files import iter_rows
-from cartridge_forge.protocols.formatting import Rows, TableSection
 from cartridge_forge.protocols.records.run_files import ARMS
 from cartridge_forge.services.run_directory import RunDirectory
 

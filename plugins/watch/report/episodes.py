@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from cartridge_forge.plugins.episodes.environments.monitors import FLAGS
+from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.plugins.watch.console import number, percent
 from cartridge_forge.plugins.watch.report.template import Block, Row, shortened
-from cartridge_forge.protocols.formatting import TableSection
 
 EXAMPLES = 2  # episodes shown of each flag
 TURNS = 12  # shown of an episode, half of them its last

@@ -6,9 +6,15 @@ import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from cartridge_forge.plugins.evaluate.records import EvalRow, Evaluation
+from cartridge_forge.plugins.evaluate.records import EvalRow, Evaluation, OwnText
+from cartridge_forge.plugins.statistics.formatting import (
+    TableSection,
+    count_text,
+    markdown_table,
+    markdown_text,
+)
 from cartridge_forge.plugins.watch.console import UNKNOWN, interval, number, percent
 from cartridge_forge.plugins.watch.report.plots import (
     PAINT,
@@ -20,12 +26,6 @@ from cartridge_forge.plugins.watch.report.plots import (
 )
 from cartridge_forge.plugins.watch.report.template import Block, render
 from cartridge_forge.protocols.files import write_atomically
-from cartridge_forge.protocols.formatting import (
-    TableSection,
-    count_text,
-    markdown_table,
-    markdown_text,
-)
 from cartridge_forge.protocols.records.run_files import ARMS
 from cartridge_forge.services.run_directory import EVALUATION
 
@@ -37,6 +37,10 @@ HEADS = (
     "arm", "prefix", "compression", "trained on", "accuracy", "95%", "exact", "F1", "unparsed",
     "perplexity, answers", "text", "after own words", "KL to the teacher", "agreement",
     "KL elsewhere", "accuracy elsewhere",
+)  # fmt: skip
+OWN_HEADS = (
+    "arm", "accuracy, sampled", "95%", "accepted", "greedy", "until refused", "greedy",
+    "true sentences", "greedy", "KL of its text", "nats to the teacher", "forms obeyed",
 )  # fmt: skip
 PAIR_HEADS = ("arm", "over", "difference", "95%", "other side of zero")
 TRAINED = ("offline", "hybrid", "on_policy", "routed")
@@ -58,6 +62,16 @@ NOTES = (
     "an estimate of KL may fall a little below zero",
     "elsewhere: questions that have nothing to do with the document; KL from the model without a "
     "prefix on its own sampled answers there",
+)
+OWN_NOTES = (
+    "by itself: what an arm writes where passages are asked for, sampled at temperature 1 and "
+    "greedily, read by the model with the whole document",
+    "accepted: the share of tokens that exact verification by that model accepts; until refused: "
+    "the share before the first token that it gives less than 5%",
+    "true sentences: the share of whole sentences whose words stand in the document",
+    "KL of its text: KL(arm || teacher) along sampled tokens, nats a token; nats to the teacher: "
+    "-log of the teacher's probability of them",
+    "forms obeyed: of instructions about the form of an answer, over the prefix and without any",
 )
 
 
@@ -90,6 +104,52 @@ def cells(row: EvalRow) -> tuple[str, ...]:
         UNKNOWN if forgot is None else
         f"{percent(forgot['accuracy'])} of {percent(forgot['accuracy_without'])}",
     )  # fmt: skip
+
+
+def own_section(evaluation: Evaluation) -> TableSection | None:
+    """Return the table of what the arms do by themselves, None where it was not measured."""
+    rows = [row for row in evaluation["rows"] if row.get("free_running")]
+    if not rows:
+        return None
+    left_out = max(free["ambiguous"] for row in rows if (free := row.get("free_running")))
+    title = "what the arms do by themselves"
+    if left_out:
+        title += f"; {left_out} questions that fit several documents are left out"
+    return TableSection(title, OWN_HEADS, tuple(map(own_cells, rows)))
+
+
+def own_cells(row: EvalRow) -> tuple[str, ...]:
+    """Return a row of that table, as texts."""
+    free, formats = row.get("free_running"), row.get("formats")
+    assert free is not None
+    sampled, greedy = free["sampled"], free["greedy"]
+
+    def share(text: OwnText | None, key: Literal["accepted", "until_refused", "precision"]) -> str:
+        return UNKNOWN if text is None else percent(text[key])
+
+    return (
+        row["arm"], percent(free["accuracy"]),
+        interval(free["ci95"]) if free["ci95"] else UNKNOWN,
+        share(sampled, "accepted"), share(greedy, "accepted"),
+        share(sampled, "until_refused"), share(greedy, "until_refused"),
+        share(sampled, "precision"), share(greedy, "precision"),
+        UNKNOWN if sampled is None else number(sampled["kl"], ".3f"),
+        UNKNOWN if sampled is None else f"{sampled['teacher_nll']:.3f}",
+        UNKNOWN if formats is None else
+        f"{percent(formats['obeyed'])} of {percent(formats['obeyed_without'])}",
+    )  # fmt: skip
+
+
+def sections(evaluation: Evaluation) -> tuple[TableSection, ...]:
+    """Return the tables of an evaluation."""
+    tables = (section(evaluation), own_section(evaluation), pair_section(evaluation))
+    return tuple(table for table in tables if table is not None)
+
+
+def notes(evaluation: Evaluation) -> list[str]:
+    """Return what the tables' columns mean, after the remarks."""
+    measured = OWN_NOTES if own_section(evaluation) else ()
+    return [*remarks(evaluation), *NOTES, *measured]
 
 
 def pair_section(evaluation: Evaluation) -> TableSection:
@@ -127,11 +187,11 @@ def remarks(evaluation: Evaluation) -> list[str]:
 def markdown(evaluation: Evaluation) -> str:
     """Return eval.md."""
     lines = ["# Evaluation", "", f"Runs: {', '.join(evaluation['runs'])}", ""]
-    for one in (section(evaluation), pair_section(evaluation)):
+    for one in sections(evaluation):
         lines += [f"## {markdown_text(one.title)}", "", markdown_table(one), ""]
     for plot in plots(evaluation):
         lines += [f"![{plot.title}]({plot.file})", ""]
-    lines += [f"- {markdown_text(line)}" for line in (*remarks(evaluation), *NOTES)]
+    lines += [f"- {markdown_text(line)}" for line in notes(evaluation)]
     return "\n".join(lines) + "\n"
 
 
@@ -143,9 +203,10 @@ def evaluation(run: Path) -> list[Block]:
 
 def blocks(evaluation: Evaluation) -> list[Block]:
     """Return the tables, the plots and their notes."""
-    tables = (section(evaluation), pair_section(evaluation))
-    titled = [block for one in tables for block in (("heading", one.title), ("table", one))]
-    return [*titled, ("plots", plots(evaluation)), ("list", [*remarks(evaluation), *NOTES])]
+    titled = [
+        block for one in sections(evaluation) for block in (("heading", one.title), ("table", one))
+    ]
+    return [*titled, ("plots", plots(evaluation)), ("list", notes(evaluation))]
 
 
 def write_page(home: Path, evaluation: Evaluation) -> Path:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.plugins.watch.console import interval, percent
 from cartridge_forge.plugins.watch.report.plots import (
     MARKERS,
@@ -19,7 +20,6 @@ from cartridge_forge.plugins.watch.report.plots import (
     share_axes,
 )
 from cartridge_forge.plugins.watch.report.template import Block
-from cartridge_forge.protocols.formatting import TableSection
 from cartridge_forge.services.run_directory import FRONTIER
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.plugins.statistics.gold import side_by_side
 from cartridge_forge.plugins.watch.console import (
     GOLD_HEADS,
@@ -44,7 +45,6 @@ from cartridge_forge.plugins.watch.report.rsa import aggregation
 from cartridge_forge.plugins.watch.report.template import Block, Row, shortened
 from cartridge_forge.plugins.watch.report.votes import teachers
 from cartridge_forge.protocols.files import iter_rows
-from cartridge_forge.protocols.formatting import TableSection
 from cartridge_forge.protocols.records.run_files import ARMS, PHASES, TRAINED_ARMS, WITHIN
 from cartridge_forge.services.run_directory import RunDirectory, outcome
 

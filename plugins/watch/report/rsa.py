@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.plugins.watch.console import percent
 from cartridge_forge.plugins.watch.report.plots import Plot, curve, hue, share_axes
 from cartridge_forge.plugins.watch.report.template import Block, Row
-from cartridge_forge.protocols.formatting import TableSection
 from cartridge_forge.protocols.records.run_files import ARMS
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from cartridge_forge.plugins.serve.access.connections import (
     TlsListener,
     limited,
 )
+from cartridge_forge.plugins.serve.spec import HttpSpec
 from cartridge_forge.plugins.watch.control.endpoints import is_loopback
 from cartridge_forge.plugins.watch.ui.served_runs import ServedRuns
+from cartridge_forge.plugins.wire.listening import listen
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.secrets import read_secret
 from cartridge_forge.protocols.spec.services import host_and_port
-from cartridge_forge.protocols.spec.serving import HttpSpec
-from cartridge_forge.services.listening import listen
 
 GRACE_SECONDS = 2  # for replies in flight, after Ctrl-C
 

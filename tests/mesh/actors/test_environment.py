@@ -11,8 +11,8 @@ from desk_tasks import a_task, expected_after, solution
 from monarch.actor import this_host
 
 from cartridge_forge.actors.environment import EnvironmentActor
+from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.episodes import EnvironmentReply, EnvironmentRequest, Observation
-from cartridge_forge.protocols.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.services.pool.pool import Pool
 from cartridge_forge.services.pool.service import Service

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from monarch.actor import Actor, concurrent_endpoint, this_host
 
-from cartridge_forge.actors.heartbeat import HeartbeatActor, HeartbeatHandle
-from cartridge_forge.actors.ports import PortCall, open_port
+from cartridge_forge.actors.heartbeat import HeartbeatActor, HeartbeatHandle, PortCall, open_port
 from cartridge_forge.plugins.cluster.hosts.host_beats import HostBeatsActor, WatchedProcess
 
 SECONDS = 60.0

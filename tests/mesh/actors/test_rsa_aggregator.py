@@ -12,6 +12,8 @@ import pytest
 from monarch.actor import this_host
 
 from cartridge_forge.actors.rsa_aggregator import RSAAggregatorActor
+from cartridge_forge.plugins.episodes.spec.problems import ProblemsSpec
+from cartridge_forge.plugins.rsa.spec import RsaSpec
 from cartridge_forge.plugins.strategies.rsa.records import (
     AggregationInput,
     JudgedPopulation,
@@ -19,7 +21,6 @@ from cartridge_forge.plugins.strategies.rsa.records import (
 )
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.mesh import RoleSpec
-from cartridge_forge.protocols.spec.rsa import ProblemsSpec, RsaSpec
 from cartridge_forge.protocols.step import stream_seed
 from cartridge_forge.services.pool.pool import Pool, gather
 from cartridge_forge.services.pool.service import Service

@@ -10,8 +10,9 @@ from twins import Twin
 
 from cartridge_forge.learning.batch import LOGIT_BYTES
 from cartridge_forge.learning.teacher import TeacherDistribution, top_k
-from cartridge_forge.protocols.spec.objective import LossSpec, SdpoSpec
-from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.episodes.spec.objective import SdpoSpec
+from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
+from cartridge_forge.protocols.spec.sections import LossSpec
 
 VOCAB = 97
 

@@ -18,8 +18,8 @@ from cartridge_forge.learning.checkpoint import read_checkpoint
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.policy_scores import with_references
 from cartridge_forge.learning.teacher import score_kept
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, SdpoSpec
 from cartridge_forge.plugins.serve.engine.engine import TorchEngine
-from cartridge_forge.protocols.spec.objective import ObjectiveSpec, SdpoSpec
 from cartridge_forge.protocols.spec.sections import TrainSpec
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef, Sampling
 from cartridge_forge.services.planes.codec import pack, unpack
@@ -115,7 +115,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("specs", SETTINGS.values(), ids=SETTINGS)
 def test_all_channels_train_where_the_model_is(
-    specs: tuple[TrainSpec, ObjectiveSpec], llama: Twin, there: Twin, tmp_path: Path
+    specs: tuple[TrainSpec, EpisodesObjective], llama: Twin, there: Twin, tmp_path: Path
 ) -> None:
     """What was scored comes from the host. A trainer that recovers, and one that continues from a
     checkpoint, have their moments where the model is."""

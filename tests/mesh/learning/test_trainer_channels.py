@@ -13,15 +13,15 @@ from channel_setup import ALL, bank_of, changed, prefixes, scene, trained
 
 from cartridge_forge.learning.cartridge import first_tokens
 from cartridge_forge.learning.checkpoint import read_checkpoint
+from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.losses.doc_kl import doc_batch
-from cartridge_forge.learning.losses.objective import active_channels
 from cartridge_forge.learning.policy_scores import with_references
 from cartridge_forge.learning.step import train_step
 from cartridge_forge.learning.teacher import TeacherDistribution, score
 from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.protocols.records.token_scores import TOP, decoded, decoded_top
-from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
-from cartridge_forge.protocols.spec.sections import TrainSpec
+from cartridge_forge.protocols.spec.sections import LossSpec, TrainSpec
 from cartridge_forge.protocols.step import TrainBatch, completions
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ MARKS = [[True, False, True, True, False], [True, True, False]]
 
 
 def trainer_of(
-    twin: Twin, objective: ObjectiveSpec = WARMING, last_state: Path | None = None
+    twin: Twin, objective: EpisodesObjective = WARMING, last_state: Path | None = None
 ) -> CartridgeTrainer:
     bank = first_tokens({n: twin.kv[n] for n in "ab"}, 8, 1)
     return CartridgeTrainer(twin.model, bank, TRAIN, last_state, objective=objective)
@@ -167,7 +167,7 @@ def test_references_are_of_the_untrained_cartridges(llama: Twin, tmp_path: Path)
 def test_documents_alone_are_the_step_of_samples_and_teacher(
     llama: Twin, make_samples: MakeSamples
 ) -> None:
-    ours, theirs = (trainer_of(llama, ObjectiveSpec()) for _ in range(2))
+    ours, theirs = (trainer_of(llama, EpisodesObjective()) for _ in range(2))
     samples = make_samples(("a", 4, 5), ("b", 2, 3))
     teacher = TeacherDistribution(logits=score(llama.model, samples, llama.cached(), 64))
     for trainer in (ours, theirs):

@@ -37,7 +37,8 @@ def test_every_arm_sits_the_same_exam(finished: Finished, tmp_path: Path) -> Non
     assert told["contamination"]["exact"] == 0
     assert told["contamination"]["prompts"] > 0
     assert len(told["pairs"]) == 6 * 5 // 2
-    assert len((run / "eval_answers.jsonl").read_text().splitlines()) == 6 * 8
+    assert len((run / "eval_answers.jsonl").read_text().splitlines()) == 6 * (2 * 8 + 2 * 2)
+    assert "## what the arms do by themselves" in (run / "eval.md").read_text()
     assert "differences in accuracy, paired bootstrap over 2 documents" in process.stdout
     assert "| on_policy | 28 | 8." in (run / "eval.md").read_text()
     for name in ("eval.html", "report.html"):

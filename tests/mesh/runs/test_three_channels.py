@@ -15,12 +15,12 @@ from channel_runs import (
 from small_run import Finished
 
 from cartridge_forge.plugins.episodes.environments.episode_files import from_row
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.plugins.replay.vote_records import from_row as record_from
 from cartridge_forge.protocols.files import read_rows
-from cartridge_forge.protocols.spec.objective import ObjectiveSpec
 from cartridge_forge.protocols.teacher_replay import NANO, PanelVerdict
 
-CHANNELS = tuple(ObjectiveSpec().weights)
+CHANNELS = tuple(EpisodesObjective().weights)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from cartridge_forge.learning.checkpoint import (
     write_checkpoint,
 )
 from cartridge_forge.plugins.library.run_lease import hold_lease
-from cartridge_forge.protocols import files, reserve
+from cartridge_forge.protocols import files
 from cartridge_forge.protocols.records.run_files import MetricRow, RolloutRow
 from cartridge_forge.services.run_directory import RunDirectory
 from cartridge_forge.services.run_position import resume_point, write_run_state
@@ -164,7 +164,7 @@ class RunModel(RuleBasedStateMachine):
     def full_disk_in_a_write(self, file: str, once: bool) -> None:
         """There is room again once the reserve is freed, or there is none and the run ends."""
         path: Path = getattr(self.directory, file)
-        hidden = self.directory.path / reserve.NAME
+        hidden = self.directory.path / files.RESERVE
 
         def full(target: Path, data: bytes, flags: int) -> None:
             if target == path and (hidden.exists() or not once):

@@ -14,17 +14,17 @@ from logits_setup import DOCUMENT, READER
 from safetensors.torch import load_file
 
 from cartridge_forge.learning.cartridge import CartridgeBank
-from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.step import StepOptions, train_step
 from cartridge_forge.learning.teacher import TeacherDistribution, document_kv, score_over
 from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
+from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
 from cartridge_forge.plugins.library.formats.base_model import made_for, read_base
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
 from cartridge_forge.plugins.library.formats.peft import save
 from cartridge_forge.protocols.files import REPOSITORY
-from cartridge_forge.protocols.spec.objective import ObjectiveSpec
-from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
 from cartridge_forge.protocols.step import (
     HintedTurn,
     PolicySample,
@@ -127,7 +127,7 @@ def ours(
     batch = TrainBatch(doc=doc, rl=rl, turns=turns, scores=scores,
                        pairs=PAIRS if weights.get("beta") else [])  # fmt: skip
     # TRL's sampler is the model that it trains: it keeps no record that would correct for another.
-    objective = ObjectiveSpec(**weights, balance="none", grpo=GrpoSpec(mismatch=None))
+    objective = EpisodesObjective(**weights, balance="none", grpo=GrpoSpec(mismatch=None))
     channels = active_channels(objective)
     done = train_step(
         model,

@@ -14,14 +14,14 @@ from logits_setup import READER, ours, trained
 from safetensors.torch import load_file
 
 from cartridge_forge.learning.cartridge import CartridgeBank
-from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.step import StepOptions, train_step
 from cartridge_forge.learning.teacher import response_logprobs
 from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
+from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
 from cartridge_forge.plugins.library.formats.peft import save
 from cartridge_forge.protocols.files import REPOSITORY
-from cartridge_forge.protocols.spec.objective import ObjectiveSpec
-from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
 from cartridge_forge.protocols.step import PolicySample, Sample, Sampling, TrainBatch
 
 PYTHON = REPOSITORY / ".venv-verl" / "bin" / "python"
@@ -78,7 +78,7 @@ def test_a_mini_batch_is_ours(tmp_path: Path, micro: int) -> None:
 
     bank = CartridgeBank(["c"], [cartridge.kv], cartridge.frozen)
     progress = {"c": CartridgeProgress(bank.trainable["c"], LearningRateSchedule(0.01, 0, 10**9))}
-    objective = ObjectiveSpec(
+    objective = EpisodesObjective(
         w_doc=0, w_rl=1, balance="none",
         grpo=GrpoSpec(mismatch=None, dual_clip=3.0, zero_variance="keep"),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig
 
-from cartridge_forge.protocols.spec.objective import ObjectiveSpec
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.protocols.step import PreferencePair
 from recipes.trl.adapter import trainable
 from recipes.trl.trainer import CartridgeGRPOTrainer
@@ -74,7 +74,7 @@ def main(folder: Path) -> None:
         {"prompt": [{"role": "user", "content": text}], "document": job["document"]}
         for text in job["questions"]
     ]
-    objective = ObjectiveSpec(**job["objective"])
+    objective = EpisodesObjective(**job["objective"])
     pairs = [PreferencePair(**{**p, **_tuples(p)}) for p in job["pairs"]]
     steps = job["accumulation"]
     rows_each = len(rows) * job["group"] // steps

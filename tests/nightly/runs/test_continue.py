@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from small_run import ROOT, run_to_end
 
+from cartridge_forge.plugins.documents.spec.documents import SEED_KINDS
 from cartridge_forge.protocols.files import read_rows
-from cartridge_forge.protocols.spec.users.documents import SEED_KINDS
 
 pytestmark = [pytest.mark.timeout(1800)]  # a busy machine starts it slowly
 

@@ -40,7 +40,7 @@ from small_run import ROOT, latest, rows, same_outcome
 from cartridge_forge.plugins.replay.budget import UNKNOWN
 from cartridge_forge.plugins.replay.clinic_teachers import local_provider
 from cartridge_forge.plugins.replay.fake_provider.app import FakeProvider
-from cartridge_forge.protocols.spec.teacher_replay import LocalSpec, ReplaySpec, ReplayTeacherSpec
+from cartridge_forge.plugins.replay.spec import LocalSpec, ReplaySpec, ReplayTeacherSpec
 from cartridge_forge.protocols.teacher_replay import NANO
 
 SEQUENCES = int(os.environ.get("FORGE_RUN_SEQUENCES", "4"))

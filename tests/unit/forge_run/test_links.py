@@ -10,8 +10,8 @@ from cartridge_forge.forge_run.preflight import unmet
 from cartridge_forge.plugins.cluster.hosts.own_address import reached_at
 from cartridge_forge.plugins.cluster.tls.certificates import certificates
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.hosts import HostsSpec
 from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import HostsSpec
 
 MESH = "meshes/longhealth.yaml"
 

@@ -15,7 +15,7 @@ from rooms.learning.alignment_setup import ZERO, packed_of, per_token, student
 
 from cartridge_forge.learning.batch import PackedTokens
 from cartridge_forge.learning.cartridge import CartridgeBank
-from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.step import StepOptions, train_step
 from cartridge_forge.learning.teacher import (
     DocumentKVCache,
@@ -23,7 +23,7 @@ from cartridge_forge.learning.teacher import (
     document_kv,
     score,
 )
-from cartridge_forge.protocols.spec.objective import ObjectiveSpec
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.protocols.step import TrainBatch
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def test_a_training_step_on_the_whole_document_has_nothing_to_learn(
         bank,
         progress_of(bank, lr=0.0),
         TrainBatch(doc=samples, scores={"doc_teacher": teacher}),
-        active_channels(ObjectiveSpec()),
+        active_channels(EpisodesObjective()),
         0,
         StepOptions(clip=1.0, row_tokens=32, staleness=0),
     )

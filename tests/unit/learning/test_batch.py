@@ -23,11 +23,11 @@ from cartridge_forge.learning.batch import (
     prepare,
     response_logits,
 )
-from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.teacher import TeacherDistribution
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
+from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.objective import ObjectiveSpec
-from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
 from cartridge_forge.protocols.step import (
     HintedTurn,
     PolicySample,
@@ -94,7 +94,7 @@ BATCH = TrainBatch(
     },
 )
 KEPT = GrpoSpec(zero_variance="keep")  # for single episodes of a group too
-CHANNELS = active_channels(ObjectiveSpec(w_rl=1.0, alpha=1.0, beta=1.0, grpo=KEPT))
+CHANNELS = active_channels(EpisodesObjective(w_rl=1.0, alpha=1.0, beta=1.0, grpo=KEPT))
 
 
 def prepared(batch: TrainBatch) -> PreparedBatch:

@@ -23,10 +23,10 @@ from cartridge_forge.learning.cartridge import (
     prefix_name,
     student_prefixes,
 )
-from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.step import StepOptions, train_step
 from cartridge_forge.learning.teacher import TeacherDistribution, score
-from cartridge_forge.protocols.spec.objective import ObjectiveSpec
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.protocols.step import TrainBatch
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def test_only_the_document_s_own_cartridge_learns(llama: Twin, make_samples: Mak
         bank,
         progress_of(bank, lr=0.1),
         TrainBatch(doc=samples, scores={"doc_teacher": teacher}),
-        active_channels(ObjectiveSpec()),
+        active_channels(EpisodesObjective()),
         0,
         StepOptions(clip=1.0, row_tokens=40, staleness=0),
     )

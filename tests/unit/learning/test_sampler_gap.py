@@ -23,9 +23,9 @@ from cartridge_forge.learning.model.loading import load_model
 from cartridge_forge.learning.step import SamplerGap
 from cartridge_forge.learning.teacher import document_kv, response_logprobs
 from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.protocols.errors import PublishError, StaleTokenError
 from cartridge_forge.protocols.files import REPOSITORY
-from cartridge_forge.protocols.spec.objective import ObjectiveSpec
 from cartridge_forge.protocols.spec.sections import (
     GAP_BOUNDS,
     GapBounds,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 TIGHT = GapBounds(1e-5, 1e-4)
 OPEN = GapBounds(1e9, 1e9)
-DOC_ALONE = ObjectiveSpec()
+DOC_ALONE = EpisodesObjective()
 
 
 def honest(twin: Twin, batch: TrainBatch, given: dict[str, Tensor]) -> TrainBatch:

@@ -24,13 +24,14 @@ from rooms.learning.random_rounding import random_rounding
 from torch import Tensor
 from torch.nn import functional as F
 
-from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.model.loading import base_hash, load_model
 from cartridge_forge.learning.step import StepOptions, check_fresh, train_step
 from cartridge_forge.learning.teacher import TeacherDistribution, score, top_k
 from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.protocols.errors import RunError, StaleTokenError
-from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
+from cartridge_forge.protocols.spec.sections import LossSpec
 from cartridge_forge.protocols.step import OFFLINE_VERSION, TrainBatch
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def step(
         bank,
         progress,
         TrainBatch(doc=samples, scores={"doc_teacher": teacher or teacher_of(twin, samples)}),
-        active_channels(ObjectiveSpec(), loss),
+        active_channels(EpisodesObjective(), loss),
         version,
         StepOptions(clip=clip, row_tokens=20, staleness=staleness),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +12,19 @@ from typing import TYPE_CHECKING
 import pytest
 from channel_setup import bank_of, do, scene, trained, whole_kv
 
+from cartridge_forge.actors.base import ModelSource
 from cartridge_forge.forge_run.cli import forge
-from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.losses.channel import active_channels
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.protocols import plugins
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.plugins import CORE, GROUP, SHIPPED, Plugin, known, optional, resolve
+from cartridge_forge.protocols.spec.base import joined_class
 from cartridge_forge.protocols.spec.loading import load_resolved, load_spec
 from cartridge_forge.protocols.spec.mesh import ROLES
-from cartridge_forge.protocols.spec.objective import ObjectiveSpec
 from cartridge_forge.protocols.spec.yaml_source import dump_yaml
-from cartridge_forge.services.roles import actor_class
+from cartridge_forge.services.roles import actor_class, role_arguments
+from cartridge_forge.services.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from twins import Twin
@@ -170,9 +174,11 @@ def write_package(folder: Path, name: str, code: str) -> None:
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of installed packages."""
     monkeypatch.syspath_prepend(tmp_path)
-    plugins.installed.cache_clear()
+    for known_once in (plugins.installed, joined_class):
+        known_once.cache_clear()
     yield tmp_path
-    plugins.installed.cache_clear()
+    for known_once in (plugins.installed, joined_class):
+        known_once.cache_clear()
     for name in [n for n in sys.modules if n.endswith("_plugin")]:
         del sys.modules[name]
 
@@ -181,7 +187,7 @@ def test_a_foreign_package_adds_a_role_and_a_loss_channel(site: Path) -> None:
     write_package(site, "echo", CODE)
     assert known("roles")[-1] == "echo"
     assert actor_class("echo").__module__ == "echo_plugin"
-    (doc, likelihood) = active_channels(ObjectiveSpec(channels={"likelihood": 0.5}))
+    (doc, likelihood) = active_channels(EpisodesObjective(channels={"likelihood": 0.5}))
     assert (doc.name, doc.weight) == ("doc_kl", 1.0)
     assert (likelihood.name, likelihood.weight) == ("likelihood", 0.5)
 
@@ -229,6 +235,88 @@ def test_a_role_that_no_plug_in_adds_is_refused(site: Path) -> None:
         load_spec(write_mesh(site, "echo"), sets=("roles.echo.threads=0",))
 
 
+SECTION = """
+from pydantic import Field
+from cartridge_forge.protocols.plugins import Plugin
+from cartridge_forge.protocols.spec.base import LocalPath, SpecSection
+from cartridge_forge.protocols.spec.learn import LearnSpec
+
+
+class ChoirSpec(SpecSection):
+    "Configure a choir."
+
+    voices: int = Field(default=4, ge=1, description="voices")
+    sheet: LocalPath | None = Field(default=None, description="its music")
+
+
+class ChoirLearn(LearnSpec):
+    "Add a choir to a learning config."
+
+    choir: ChoirSpec = Field(default=ChoirSpec(), description="who sings")
+
+    @property
+    def needed_roles(self):
+        return super().needed_roles | {"choir"}
+
+    def role_arguments(self, name, run):
+        if name == "choir":
+            return (self.choir.voices, run.replicas)
+        return super().role_arguments(name, run)
+
+    def rules(self):
+        yield from super().rules()
+        yield (
+            self.choir.voices > self.rollout.prompts + 4,
+            "choir.voices must be <= rollout.prompts + 4",
+            "lower it",
+        )
+
+
+PLUGIN = Plugin(
+    "choir",
+    roles={"choir": "choir_plugin:ChoirActor"},
+    configs={"choir": "choir_plugin:ChoirLearn"},
+)
+"""
+
+
+def test_a_foreign_package_adds_a_section_with_rules_and_a_role_to_a_config(site: Path) -> None:
+    """Where a key of it is given; the shipped sections stay, and a resolved spec has it too."""
+    write_package(site, "choir", SECTION)
+    mesh = write_mesh(site, "choir")
+    with (site / "tiny.yaml").open("a") as config:
+        config.write("choir: {voices: 5, sheet: mass.pdf}\n")
+    spec = load_spec(mesh, sets=("objective.w_rl=0",)).spec
+    assert (spec.learn.choir.voices, spec.learn.choir.sheet) == (5, str(site / "mass.pdf"))
+    assert (spec.learn.recipe, spec.learn.data.facts) == ("longhealth", 2)
+    assert [name for name, _ in spec.roles][-1] == "choir"
+    base, directory = ModelSource(".", "float32", 1, {}, {}, 1), RunDirectory(site)
+    assert role_arguments("choir", spec, base, frozenset(), directory) == (5, 2)
+    (site / "spec.yaml").write_text(dump_yaml(spec.as_dict()))
+    assert load_resolved(site / "spec.yaml") == spec
+    # As Monarch sends it to an actor.
+    assert pickle.loads(pickle.dumps(spec)) == spec  # noqa: S301 - our own bytes
+    with pytest.raises(SpecError) as caught:
+        load_spec(mesh, sets=("choir.voices=6",))
+    assert str(caught.value) == (
+        "voices must be <= rollout.prompts + 4: got 6 at --set choir.voices=6 (choir.voices); "
+        "lower it"
+    )
+    with pytest.raises(SpecError, match=r"unknown key voice at --set choir\.voice=6 "):
+        load_spec(mesh, sets=("choir.voice=6",))
+    (site / "tiny.yaml").write_text(f"chor: {{}}{CONFIG}")
+    with pytest.raises(SpecError, match=r"unknown key chor at .*; did you mean choir\?"):
+        load_spec(mesh)
+
+
+def test_keys_of_a_foreign_package_have_their_defaults_where_no_file_has_them(site: Path) -> None:
+    write_package(site, "choir", SECTION)
+    learn = load_spec(write_mesh(site, "choir")).spec.learn
+    assert not hasattr(learn, "choir")
+    (choir,) = plugins.installed()
+    assert plugins.load(choir, "configs", "choir").of(learn).choir.voices == 4
+
+
 def test_a_foreign_loss_channel_is_trained(site: Path, llama: Twin) -> None:
     """Its value is the mean of -log p of every response token, as transformers has them."""
     write_package(site, "echo", CODE)
@@ -240,10 +328,10 @@ def test_a_foreign_loss_channel_is_trained(site: Path, llama: Twin) -> None:
         for s in batch.doc
         for t, token in enumerate(s.response_ids)
     ]
-    done = do(llama, batch, ObjectiveSpec(w_doc=1.0, channels={"likelihood": 0.5}))
+    done = do(llama, batch, EpisodesObjective(w_doc=1.0, channels={"likelihood": 0.5}))
     value = done.result.terms["likelihood"]["value"]
     assert value == pytest.approx(fmean(losses), rel=1e-5)
-    alone = do(llama, batch, ObjectiveSpec(w_doc=1.0))
+    alone = do(llama, batch, EpisodesObjective(w_doc=1.0))
     assert "likelihood" not in alone.result.terms
 
 
@@ -255,9 +343,9 @@ def test_a_foreign_package_adds_a_command(site: Path, capsys: pytest.CaptureFixt
 
 def test_a_channel_that_no_package_adds_is_refused_as_the_config_is_read() -> None:
     with pytest.raises(ValueError, match="must name loss channels of plug-ins: got likelihood"):
-        ObjectiveSpec(channels={"likelihood": 0.5})
+        EpisodesObjective(channels={"likelihood": 0.5})
     with pytest.raises(ValueError, match=r"must not name grpo; set objective\.w_rl"):
-        ObjectiveSpec(channels={"grpo": 0.5})
+        EpisodesObjective(channels={"grpo": 0.5})
 
 
 @pytest.mark.parametrize(

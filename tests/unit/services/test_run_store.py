@@ -20,7 +20,7 @@ from cartridge_forge.plugins.library.run_store import (
 )
 from cartridge_forge.plugins.library.stored_folder import TRAINER, StoredFolder
 from cartridge_forge.protocols.errors import CheckpointError, RunError
-from cartridge_forge.protocols.records.run_files import StoredPlace
+from cartridge_forge.protocols.spec.services import StoredPlace
 from cartridge_forge.services.run_directory import RunDirectory
 
 

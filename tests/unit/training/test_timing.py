@@ -11,7 +11,7 @@ from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.training.loop import PhaseTimer, PhaseTimes, RunState, WritingTime, flat
 from cartridge_forge.training.records import StepTimes, WorkTime, busy, work_time
-from cartridge_forge.training.time_left import TimeLeft
+from cartridge_forge.training.training_run import TimeLeft
 
 MESH = Path(__file__).parents[3] / "meshes" / "longhealth.yaml"
 

@@ -39,9 +39,9 @@ from cartridge_forge.plugins.episodes.environments.student_actions import (
     action_in,
     with_tools_shown,
 )
+from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool, ToolAction
 
 MAX_MESSAGE_BYTES = 1 << 22

@@ -27,6 +27,7 @@ from cartridge_forge.plugins.episodes.environments.student_actions import (
     action_in,
     with_tools_shown,
 )
+from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.sandbox.limited_process import (
     BrokenLimitError,
     LimitedProcess,
@@ -34,7 +35,6 @@ from cartridge_forge.plugins.sandbox.limited_process import (
 )
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation
 from cartridge_forge.protocols.errors import DataError, RunError
-from cartridge_forge.protocols.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.teacher_replay import AgentMessage, ToolAction
 
 WORKER = "cartridge_forge.plugins.episodes.environments.python.worker:answer"

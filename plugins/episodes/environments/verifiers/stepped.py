@@ -28,12 +28,12 @@ from cartridge_forge.plugins.episodes.environments.verifiers.worker_process impo
     VerifiersOutcome,
     VerifiersWorker,
 )
+from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.replay.actions import dense
 from cartridge_forge.plugins.wire.openai_chat import HarnessRequest
 from cartridge_forge.plugins.wire.openai_replies import ChatReply, FunctionCall
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation, Task
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.teacher_replay import (
     AgentMessage,
     AgentTool,

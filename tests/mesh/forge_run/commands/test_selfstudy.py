@@ -8,9 +8,9 @@ import pytest
 from cartridge_forge.forge_run.commands.selfstudy import command
 from cartridge_forge.plugins.documents.synthesis import read_rows
 from cartridge_forge.plugins.replay.fake_provider.app import FakeProvider, ProviderRequest
+from cartridge_forge.plugins.replay.spec import PriceSpec
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.spec.loading import load_spec
-from cartridge_forge.protocols.spec.teacher_replay import PriceSpec
 
 ROOT = Path(__file__).parents[4]
 SALT = ROOT / "tests" / "data" / "articles" / "salt.txt"

@@ -13,9 +13,10 @@ from channel_setup import ALL, bank_of, changed, of_cartridge, prefixes, scene
 
 from cartridge_forge.learning.checkpoint import list_checkpoints, read_checkpoint
 from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, SdpoSpec
+from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.replay.spec import DpoSpec
 from cartridge_forge.protocols.errors import PublishError
-from cartridge_forge.protocols.spec.objective import DpoSpec, ObjectiveSpec, SdpoSpec
-from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
 from cartridge_forge.protocols.spec.sections import TrainSpec
 from cartridge_forge.protocols.step import TrainBatch
 
@@ -29,7 +30,7 @@ STEPS = 5
 
 
 def trainer_of(
-    twin: Twin, names: str, objective: ObjectiveSpec, last: Path | None = None, **train: Any
+    twin: Twin, names: str, objective: EpisodesObjective, last: Path | None = None, **train: Any
 ) -> CartridgeTrainer:
     spec = TrainSpec(**{"steps": STEPS, "lr": 0.02, "row_tokens": 24, "clip": 0.05, **train})
     return CartridgeTrainer(twin.model, bank_of(twin, names), spec, last, objective=objective)
@@ -50,8 +51,8 @@ def state_of(trainer: CartridgeTrainer, name: str) -> dict[str, Tensor]:
     }
 
 
-FORMS: dict[str, tuple[ObjectiveSpec, dict[str, Any]]] = {
-    "doc_kl": (ObjectiveSpec(), {}),
+FORMS: dict[str, tuple[EpisodesObjective, dict[str, Any]]] = {
+    "doc_kl": (EpisodesObjective(), {}),
     "all": (ALL, {}),
     "as weighted": (changed(ALL, balance="none"), {}),
     "norms every second step": (changed(ALL, balance_every=2), {}),
@@ -116,7 +117,7 @@ def test_in_one_forward_they_are_equal_but_for_rounding(
 def test_a_rare_cartridge_s_rate_falls_over_its_own_steps(
     llama: Twin, lessons: list[TrainBatch]
 ) -> None:
-    trainer = trainer_of(llama, "ab", ObjectiveSpec(), warmup_steps=0)
+    trainer = trainer_of(llama, "ab", EpisodesObjective(), warmup_steps=0)
     trainer.begin("on_policy", STEPS, {"b": 3})
     rates = [dict(trainer.step(batch, v).cartridges) for v, batch in enumerate(lessons)]
     # From 1 to .1 along a cosine, at 0, 1/3 and 2/3 of the way.
@@ -126,7 +127,7 @@ def test_a_rare_cartridge_s_rate_falls_over_its_own_steps(
 
 
 def test_a_snapshot_shares_what_did_not_change(llama: Twin, lessons: list[TrainBatch]) -> None:
-    objective = changed(ObjectiveSpec(), alpha=0.5, sdpo=SdpoSpec(teacher="ema"))
+    objective = changed(EpisodesObjective(), alpha=0.5, sdpo=SdpoSpec(teacher="ema"))
     trainer = trainer_of(llama, "ab", objective, staleness=2)
     trainer.begin("on_policy", STEPS)
     taken = [trainer.snapshot(0)]

@@ -16,7 +16,7 @@ from desk_tasks import replayed
 
 from cartridge_forge.learning.cartridge import CartridgeBank, first_tokens
 from cartridge_forge.learning.decode import generate
-from cartridge_forge.learning.losses.objective import active_channels
+from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.step import StepOptions, train_step
 from cartridge_forge.learning.teacher import (
@@ -33,8 +33,8 @@ from cartridge_forge.plugins.episodes.environments.training_signals import (
     rl_samples,
     turn_samples,
 )
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, SdpoSpec
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation, Task
-from cartridge_forge.protocols.spec.objective import ObjectiveSpec, SdpoSpec
 from cartridge_forge.protocols.step import (
     Completion,
     GenerateRequest,
@@ -83,7 +83,7 @@ class DeskScene:
             progress,
             self.batch,
             # doc_kl is compared and hardly trained
-            active_channels(ObjectiveSpec(w_doc=1e-12, alpha=1e6, sdpo=sdpo)),
+            active_channels(EpisodesObjective(w_doc=1e-12, alpha=1e6, sdpo=sdpo)),
             0,
             StepOptions(clip=STEP, row_tokens=ROW_TOKENS, staleness=0, compare_gradients=True),
         )

@@ -49,9 +49,9 @@ def test_a_long_document_is_read_in_parts(tmp_path: Path) -> None:
     most = 4096 - 512 - TEMPLATE_TOKENS
     assert all(p.chunk.tokens <= most for p in parts)
     assert f"over {most:,}: read in {len(names)} parts" in str(found.notes[0])
-    assert longest(learn(tmp_path, "documents.max_tokens=300"), 4096) == 300
+    assert longest(learn(tmp_path, "teacher.context_tokens=300"), 4096) == 300
     smaller = read_parts(
-        learn(tmp_path, "documents.max_tokens=1000", "documents.overlap=50"), TOKENIZER
+        learn(tmp_path, "teacher.context_tokens=1000", "documents.overlap=50"), TOKENIZER
     )
     spans = [p.chunk for p in smaller.parts.values()]
     assert all(b.start == a.stop - 50 for a, b in itertools.pairwise(spans))
@@ -95,7 +95,7 @@ def test_a_context_that_holds_no_document() -> None:
     with pytest.raises(DataError, match=r"no document longer than cartridge.tokens"):
         longest(spec, 4096)
     with pytest.raises(DataError, match="overlap must be under half of a part"):
-        longest(learn(ARTICLES, "documents.max_tokens=200", "documents.overlap=100"), 4096)
+        longest(learn(ARTICLES, "teacher.context_tokens=200", "documents.overlap=100"), 4096)
     assert longest(learn(ARTICLES), None) is None
 
 

@@ -24,7 +24,7 @@ from cartridge_forge.plugins.evaluate.arms import ArmAnswers, EvalArm, pairs, si
 from cartridge_forge.plugins.evaluate.questions import EvalSuite, first_tokens_of
 from cartridge_forge.protocols.errors import DataError, PublishError
 from cartridge_forge.protocols.records.answers import Answer, to_row
-from cartridge_forge.protocols.step import NO_DOCUMENT, Completion, GenerateRequest
+from cartridge_forge.protocols.step import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef
 
 
 def test_a_cartridge_of_the_first_tokens_is_the_untrained_arm(sat: dict[str, ArmAnswers]) -> None:
@@ -109,6 +109,84 @@ def test_the_teacher_goes_on_after_an_arm_s_own_words(exam: EvalSuite) -> None:
     assert after["nll"].keys() == went_on
     assert after["tokens"] == tokens > 0
     assert after["value"] == pytest.approx(math.exp(lost / tokens), rel=1e-3)
+
+
+def test_own_texts_are_read_by_the_teacher_over_the_whole_document(exam: EvalSuite) -> None:
+    """What the arm without a document writes, greedily and sampled, against the plain model."""
+    reader, made = Reader(exam.heads, {}), {}
+
+    async def recorded(requests: Sequence[GenerateRequest]) -> list[Completion]:
+        completions = await reader(requests)
+        made.update({r.id: c for r, c in zip(requests, completions, strict=True)})
+        return completions
+
+    chosen = EVAL.model_copy(update={"free_tokens": 12})
+    whole = {n: PrefixRef(f"document/{n}", 0) for n in exam.heads if n != NO_DOCUMENT}
+    arms = [EvalArm("none", "none", None, 1.0), EvalArm("document", "document", whole, 200.0)]
+    bare, document = asyncio.run(sit(exam, arms, chosen, 20, recorded))
+    plain = AutoModelForCausalLM.from_pretrained(spec().learn.model.path, dtype=torch.float32)
+    for how in ("greedy", "sampled"):
+        free = bare.row["free_running"]
+        assert free is not None
+        measured = free[how]  # type: ignore[literal-required]  # both keys are its own
+        lost, kl, accepted, tokens = 0.0, 0.0, 0.0, 0
+        for passage in exam.passages:
+            text = made[f"none/own/{how}/{passage.id}"]
+            n = len(text.token_ids)
+            logits = []
+            for head, prompt in (
+                (passage.about, passage.prompt_ids), (NO_DOCUMENT, passage.bare_ids)
+            ):  # fmt: skip
+                ids = (*exam.heads[head], *prompt, *text.token_ids)
+                with torch.no_grad():
+                    rows = plain(torch.tensor([ids])).logits[0].log_softmax(-1)
+                logits.append(rows[-n - 1 : -1])
+            at = torch.tensor(text.token_ids)[:, None]
+            teacher, own = (x.gather(1, at)[:, 0] for x in logits)
+            lost -= float(teacher.sum())
+            kl += float((own - teacher).sum())
+            shares = (teacher - own).exp().clamp(max=1)
+            if how == "greedy":
+                shares = (logits[0].argmax(-1) == at[:, 0]).float()
+            accepted, tokens = accepted + float(shares.sum()), tokens + n
+        assert measured["tokens"] == tokens
+        assert measured["teacher_nll"] == pytest.approx(lost / tokens, rel=1e-3)
+        assert measured["accepted"] == pytest.approx(accepted / tokens, rel=1e-3)
+        if how == "sampled":
+            assert measured["kl"] == pytest.approx(kl / tokens, rel=1e-3)
+    # The document's own text is accepted whole, and differs from itself by nothing.
+    own = document.row["free_running"]
+    assert own is not None
+    assert own["sampled"] is not None
+    assert own["sampled"]["accepted"] == pytest.approx(1.0, abs=1e-3)
+    assert own["sampled"]["kl"] == pytest.approx(0.0, abs=1e-3)
+    # Rows: four greedy answers, four sampled ones, and two texts of each passage.
+    sampled = [r for r in bare.answers if r["sampled"] and "accepted" not in r]
+    texts = [r for r in bare.answers if "accepted" in r]
+    assert len(bare.answers) == 2 * len(exam.items) + 2 * len(exam.passages)
+    assert free["accuracy"] == sum(r["right"] for r in sampled) / len(exam.items)
+    assert [r["sampled"] for r in texts] == [False, False, True, True]
+
+
+def test_questions_that_fit_two_documents_of_a_cartridge_are_left_out_and_counted(
+    exam: EvalSuite,
+) -> None:
+    first = exam.items[0]
+    other = next(i for i in exam.items if i.asked.document != first.asked.document)
+    assert not exam.ambiguous  # each document has a cartridge of its own
+    choice = replace(first.asked.choice, text="what is it?")  # type: ignore[type-var]
+    same = [
+        replace(first, asked=replace(first.asked, choice=choice)),
+        replace(other, asked=replace(other.asked, choice=replace(choice, correct="another"))),
+    ]
+    corpus = replace(exam.about.layout, cartridges={"all": tuple(exam.about.texts)})
+    together = replace(exam, items=tuple(same), about=replace(exam.about, layout=corpus, titles={}))
+    assert together.ambiguous == {(q.asked.document, q.asked.id) for q in same}
+    titles = {name: name for name in exam.about.texts}
+    named = replace(together, about=replace(together.about, titles=titles))
+    assert not named.ambiguous  # their titles tell them apart
+    agreeing = [same[0], replace(same[1], asked=replace(same[1].asked, choice=choice))]
+    assert not replace(together, items=tuple(agreeing)).ambiguous
 
 
 def test_accuracy_is_counted_over_all_questions(

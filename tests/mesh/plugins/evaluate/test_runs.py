@@ -26,8 +26,8 @@ from cartridge_forge.plugins.evaluate.runs import (
     require_documents,
     trained_on,
 )
+from cartridge_forge.plugins.evaluate.spec import EvalSpec
 from cartridge_forge.protocols.errors import CheckpointError, DataError, SpecError
-from cartridge_forge.protocols.spec.experiments import EvalSpec
 from cartridge_forge.protocols.spec.loading import load_file, load_spec
 from cartridge_forge.protocols.step import PrefixRef
 from cartridge_forge.protocols.teacher_replay import AgentMessage

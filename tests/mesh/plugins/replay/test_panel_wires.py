@@ -47,8 +47,8 @@ from cartridge_forge.plugins.replay.prompts import (
     TeacherReply,
     render,
 )
+from cartridge_forge.plugins.replay.spec import ReplaySpec
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.teacher_replay import ReplaySpec
 from cartridge_forge.protocols.teacher_replay import (
     NANO,
     PanelVerdict,

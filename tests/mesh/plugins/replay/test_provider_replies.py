@@ -23,12 +23,7 @@ from cartridge_forge.plugins.replay.clients import ApiClient, connect
 from cartridge_forge.plugins.replay.ledger import SpendLedger
 from cartridge_forge.plugins.replay.panel import TeacherPanel, limits_of, probability_of_teacher
 from cartridge_forge.plugins.replay.replies import decoded, read_chat, read_message
-from cartridge_forge.protocols.spec.teacher_replay import (
-    PriceSpec,
-    Provider,
-    ReplaySpec,
-    ReplayTeacherSpec,
-)
+from cartridge_forge.plugins.replay.spec import PriceSpec, Provider, ReplaySpec, ReplayTeacherSpec
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 VOTE = '{"kind":"text","tool":"","arguments":"","answer":"0.7"}'

@@ -21,7 +21,7 @@ from serving_setup import (
     wait_until,
 )
 
-from cartridge_forge.protocols.spec.serving import RIGHTS
+from cartridge_forge.plugins.serve.spec import RIGHTS
 
 KEY = "sk-forge-0123456789"
 

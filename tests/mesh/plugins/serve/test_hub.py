@@ -14,9 +14,8 @@ from serving_setup import READER, add_cartridge, an_api_key, raw, serving
 from cartridge_forge.plugins.library.formats import forge
 from cartridge_forge.plugins.library.formats.base_model import read_base
 from cartridge_forge.plugins.library.store import CartridgeStore
+from cartridge_forge.plugins.serve.spec import HubSpec, load_serve
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.loading import load_serve
-from cartridge_forge.protocols.spec.serving import HubSpec
 
 ROUTE = "/custom/cartridge/completions"
 

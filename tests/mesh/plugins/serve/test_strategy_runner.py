@@ -26,7 +26,7 @@ from serving_setup import (
 )
 
 from cartridge_forge.plugins.serve.access.keys import anyone
-from cartridge_forge.plugins.serve.answers.strategy_runner import CatalogueStrategies
+from cartridge_forge.plugins.serve.engine.strategy_runner import CatalogueStrategies
 from cartridge_forge.plugins.strategies.catalog import STRATEGIES
 from cartridge_forge.plugins.wire.openai_chat import ChatRequest
 

@@ -14,8 +14,8 @@ from cartridge_forge.plugins.strategies.judges.opening import opened_judge
 from cartridge_forge.plugins.strategies.problem import StrategyResult
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest
 from cartridge_forge.plugins.strategies.scorers import SEPARATOR
+from cartridge_forge.plugins.strategies.spec import ProcessRewardSpec, RewardModelSpec
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.teacher_replay import ProcessRewardSpec, RewardModelSpec
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 SAID = {0: "bad bad", 1: "good bad", 2: "good good", 3: "bad"}

@@ -29,8 +29,8 @@ from cartridge_forge.plugins.replay.fake_provider.app import (
     FaultRates,
     sometimes_right,
 )
+from cartridge_forge.plugins.replay.spec import PriceSpec, ReplaySpec
 from cartridge_forge.protocols.spec.mesh import RoleSpec
-from cartridge_forge.protocols.spec.teacher_replay import PriceSpec, ReplaySpec
 from cartridge_forge.protocols.teacher_replay import NANO, PanelVerdict, ReplayState
 from cartridge_forge.services.pool.pool import Pool
 from cartridge_forge.services.pool.service import Service

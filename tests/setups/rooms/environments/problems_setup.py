@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from cartridge_forge.plugins.episodes.environments.problems import ProblemSet, open_problems
-from cartridge_forge.protocols.spec.rsa import ProblemsSpec
+from cartridge_forge.plugins.episodes.spec.problems import ProblemsSpec
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cartridge_forge.forge_run.experiments.sweep import planned
 from cartridge_forge.forge_run.experiments.trials import Trial
-from cartridge_forge.protocols.spec.experiments import SweepSpec
+from cartridge_forge.plugins.evaluate.spec import SweepSpec
 
 REPOSITORY = Path(__file__).parents[4]
 MESH = str(REPOSITORY / "meshes" / "longhealth.yaml")

@@ -11,7 +11,7 @@ from twins import Twin
 from cartridge_forge.learning.batch import PackedTokens, pack, response_logits
 from cartridge_forge.learning.losses.doc_kl import doc_kl
 from cartridge_forge.learning.teacher import TeacherDistribution, document_kv
-from cartridge_forge.protocols.spec.objective import LossSpec
+from cartridge_forge.protocols.spec.sections import LossSpec
 from cartridge_forge.protocols.step import Sample
 
 ZERO = 1e-5  # nats per token: float32 rounding

@@ -14,7 +14,7 @@ from twins import Twin
 
 from cartridge_forge.learning.cartridge import first_tokens
 from cartridge_forge.learning.trainer import CartridgeTrainer
-from cartridge_forge.protocols.spec.objective import ObjectiveSpec
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.protocols.spec.sections import TrainSpec
 from cartridge_forge.protocols.step import TrainStepOutput
 
@@ -33,7 +33,7 @@ def there(llama: Twin) -> Iterator[Twin]:
 def trainer_of(
     twin: Twin,
     train: TrainSpec = TRAIN,
-    objective: ObjectiveSpec = OBJECTIVE,
+    objective: EpisodesObjective = OBJECTIVE,
     last_state: Path | None = None,
 ) -> CartridgeTrainer:
     """Return a trainer of two cartridges, where the twin's model is."""

@@ -22,7 +22,7 @@ def learn(
     kinds: Sequence[str] = ALL_KINDS,
 ) -> LearnSpec:
     """Return the spec of a small run over a model that is at no place."""
-    return LearnSpec.model_validate(
+    return LearnSpec.read(
         {
             "model": {"path": "tiny"},
             "data": {

@@ -3,8 +3,8 @@
 import pytest
 
 from cartridge_forge.forge_run.commands.explain import command
+from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.formatting import TableSection
 
 
 def entry(section: TableSection) -> dict[str, str]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cartridge_forge.forge_run.plan.datasets import require_dataset, row_notes, sections
+from cartridge_forge.plugins.statistics.formatting import render
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.formatting import render
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_spec
 

@@ -21,14 +21,14 @@ from cartridge_forge.forge_run.plan.roofline import (
 from cartridge_forge.forge_run.preflight import require_runnable
 from cartridge_forge.plugins.clinic.patients import generate_clinic
 from cartridge_forge.plugins.cluster.manifests.sizing import kv_values_per_token, matmul_parameters
-from cartridge_forge.protocols.errors import DataError, SpecError
-from cartridge_forge.protocols.formatting import (
+from cartridge_forge.plugins.statistics.formatting import (
     TableSection,
     bytes_text,
     count_text,
     render,
     seconds_text,
 )
+from cartridge_forge.protocols.errors import DataError, SpecError
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.model import ModelSpec, ShapeSpec, model_shape
 

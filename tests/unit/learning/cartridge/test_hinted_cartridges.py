@@ -13,8 +13,8 @@ from cartridge_forge.learning.checkpoint import read_checkpoint
 from cartridge_forge.learning.losses.doc_kl import doc_batch
 from cartridge_forge.learning.teacher import TeacherDistribution, score
 from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, SdpoSpec
 from cartridge_forge.protocols.errors import CheckpointError, PublishError
-from cartridge_forge.protocols.spec.objective import ObjectiveSpec, SdpoSpec
 from cartridge_forge.protocols.spec.sections import TrainSpec
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def trainer_of(
         bank_of(twin, tokens=6),
         CONFIG.model_copy(update={"staleness": staleness}),
         last,
-        objective=ObjectiveSpec(alpha=alpha, sdpo=spec),
+        objective=EpisodesObjective(alpha=alpha, sdpo=spec),
     )
 
 

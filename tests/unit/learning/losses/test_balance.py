@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cartridge_forge.learning.losses.balance import GradientBalance
-from cartridge_forge.protocols.spec.objective import ObjectiveSpec
-from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
+from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
 from cartridge_forge.protocols.step import TrainBatch
 
-CHANNELS = tuple(ObjectiveSpec().weights)
+CHANNELS = tuple(EpisodesObjective().weights)
 
 if TYPE_CHECKING:
     from twins import Twin
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cartridge_forge.learning.trainer_state import CartridgeProgress
 
 WEIGHTS = dict(zip(CHANNELS, ("w_doc", "w_rl", "alpha", "beta"), strict=True))
-NONE = ObjectiveSpec(w_doc=0.0)
+NONE = EpisodesObjective(w_doc=0.0)
 
 
 def measured(**norms: float) -> GradientBalance:

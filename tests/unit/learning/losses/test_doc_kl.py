@@ -21,7 +21,7 @@ from cartridge_forge.learning.losses.doc_kl import (
 )
 from cartridge_forge.learning.teacher import TeacherDistribution, joined, top_k
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.objective import LossSpec
+from cartridge_forge.protocols.spec.sections import LossSpec
 
 Probs = tuple[float, ...]
 DIRECTIONS = get_args(LossSpec.model_fields["direction"].annotation)

@@ -13,10 +13,10 @@ from torch import Tensor
 from cartridge_forge.learning.batch import ChunkedLogits, Item, MicroBatch
 from cartridge_forge.learning.losses.channel import LossChannel, LossTerm, counted
 from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.protocols import plugins
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.objective import LossSpec, ObjectiveSpec
-from cartridge_forge.protocols.spec.sections import TrainSpec
+from cartridge_forge.protocols.spec.sections import LossSpec, TrainSpec
 from cartridge_forge.protocols.step import Sample, TrainBatch
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Imitation(LossChannel):
     sampled: ClassVar[bool] = False
 
     @classmethod
-    def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> Imitation:
+    def from_spec(cls, objective: EpisodesObjective, loss: LossSpec) -> Imitation:
         return cls(objective.channels["imitation"])
 
     def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:
@@ -65,7 +65,7 @@ class Entropy(LossChannel):
     reads: ClassVar[str] = "rl"
 
     @classmethod
-    def from_spec(cls, objective: ObjectiveSpec, loss: LossSpec) -> Entropy:
+    def from_spec(cls, objective: EpisodesObjective, loss: LossSpec) -> Entropy:
         return cls(objective.channels["entropy"])
 
     def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:
@@ -98,8 +98,8 @@ def wider(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def wide(**weights: float) -> ObjectiveSpec:
-    return ObjectiveSpec(
+def wide(**weights: float) -> EpisodesObjective:
+    return EpisodesObjective(
         **{k: getattr(ALL, k) for k in ("w_doc", "w_rl", "alpha", "beta")},
         channels={name: weights.get(name, 0.0) for name in ("imitation", "entropy")},
     )

@@ -37,8 +37,8 @@ from torch.nn import functional as F
 
 from cartridge_forge.learning.batch import pack, response_logits
 from cartridge_forge.learning.decoder import Decoder
+from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.losses.doc_kl import doc_kl, jensen_shannon
-from cartridge_forge.learning.losses.objective import active_channels
 from cartridge_forge.learning.model.loading import base_hash, load_model, load_tokenizer
 from cartridge_forge.learning.teacher import (
     TeacherDistribution,
@@ -48,9 +48,10 @@ from cartridge_forge.learning.teacher import (
     score_over,
 )
 from cartridge_forge.plugins.episodes.losses.advantages import group_advantages
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, SdpoSpec
+from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.replay.spec import DpoSpec
 from cartridge_forge.protocols.errors import DataError, ForgeError, RunError, StaleTokenError
-from cartridge_forge.protocols.spec.objective import DpoSpec, ObjectiveSpec, SdpoSpec
-from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
 from cartridge_forge.protocols.step import (
     HintedTurn,
     PolicySample,
@@ -60,7 +61,7 @@ from cartridge_forge.protocols.step import (
     hinted,
 )
 
-CHANNELS = tuple(ObjectiveSpec().weights)
+CHANNELS = tuple(EpisodesObjective().weights)
 
 if TYPE_CHECKING:
     from twins import Twin
@@ -71,18 +72,18 @@ READER = Path(__file__).parents[4] / "models/clinic-reader"
 
 WEIGHTS = ("w_doc", "w_rl", "alpha", "beta")
 
-NONE = ObjectiveSpec(w_doc=0.0)
+NONE = EpisodesObjective(w_doc=0.0)
 
 CLOSE = {"rel": 2e-5, "abs": 1e-6}
 
 
-def only(*channels: str, like: ObjectiveSpec = ALL) -> ObjectiveSpec:
+def only(*channels: str, like: EpisodesObjective = ALL) -> EpisodesObjective:
     """The objective with only these weights."""
     return changed(like, **{w: 0.0 for w in WEIGHTS if w not in channels})
 
 
 def by_transformers(
-    twin: Twin, bank: CartridgeBank, batch: TrainBatch, o: ObjectiveSpec
+    twin: Twin, bank: CartridgeBank, batch: TrainBatch, o: EpisodesObjective
 ) -> tuple[dict[str, float], Tensor]:
     """The four values of the batch, and the gradient: each cartridge's is of its own values."""
     values, _ = of_one(twin, bank, batch, o)
@@ -91,7 +92,7 @@ def by_transformers(
 
 
 def of_one(
-    twin: Twin, bank: CartridgeBank, batch: TrainBatch, o: ObjectiveSpec
+    twin: Twin, bank: CartridgeBank, batch: TrainBatch, o: EpisodesObjective
 ) -> tuple[dict[str, float], Tensor]:
     """The four values and the gradient of their weighted sum, one sample at a time through plain
     transformers, as the formulas are written: no packing, no micro-batches."""
@@ -189,7 +190,7 @@ def test_doc_kl_alone_is_bit_for_bit_the_step_written_out(llama: Twin) -> None:
     progress, optimizer = progress_of(ours), torch.optim.Adam([bank.trainable["a"]], lr=0.02)
     for seed in range(4):
         full = of_cartridge(scene(llama, bank_of(llama), seed), "a")
-        done = do(llama, full, ObjectiveSpec(), bank=ours, progress=progress)
+        done = do(llama, full, EpisodesObjective(), bank=ours, progress=progress)
         packed = pack(full.doc, {"a": 8, "b": 8}, 24)
         logits = response_logits(llama.model, packed, bank.kv(packed.names))
         total, count = doc_kl(logits, full.scores["doc_teacher"], loss_form())
@@ -230,7 +231,7 @@ def test_alpha_beta_and_w_doc_of_zero_are_bit_for_bit_plain_grpo(llama: Twin) ->
     for seed in range(4):
         full = with_sampler(of_cartridge(scene(llama, bank_of(llama), seed), "a"), 3.0)
         spoilt = replace(full, scores={}, pairs=full.pairs * 2)
-        zero = ObjectiveSpec(w_doc=0.0, w_rl=1.0, alpha=0.0, beta=0.0)
+        zero = EpisodesObjective(w_doc=0.0, w_rl=1.0, alpha=0.0, beta=0.0)
         done = do(llama, spoilt, zero, bank=ours, progress=progress)
         loss = plain_grpo(llama, bank, list(full.rl))
         optimizer.step()
@@ -747,7 +748,7 @@ def test_a_term_that_is_no_number_ends_the_run_before_the_update(
 @pytest.mark.parametrize("wrong", [{"w_rl": -1.0}, {"alpha": math.inf}, {"alpha_warmup_steps": -1}])
 def test_weights_are_finite_and_not_negative(wrong: dict[str, float]) -> None:
     with pytest.raises(ValidationError):
-        ObjectiveSpec(**wrong)
+        EpisodesObjective(**wrong)
 
 
 @pytest.mark.parametrize("micro_tokens", [None, 20])
@@ -786,8 +787,8 @@ def test_an_episode_in_one_piece_is_distilled_as_its_turns_one_by_one(
             "doc_teacher": TeacherDistribution(logits=score(llama.model, turns, llama.cached(), 64))
         },
     )
-    found = do(llama, in_one, ObjectiveSpec(), micro_tokens=micro_tokens)
-    expected = do(llama, apart, ObjectiveSpec())
+    found = do(llama, in_one, EpisodesObjective(), micro_tokens=micro_tokens)
+    expected = do(llama, apart, EpisodesObjective())
     assert found.result.terms["doc_kl"]["count"] == sum(map(sum, marks)) == 24
     assert found.result.kl == pytest.approx(expected.result.kl, **CLOSE)
     assert found.gradient is not None

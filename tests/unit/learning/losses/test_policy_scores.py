@@ -22,16 +22,16 @@ from cartridge_forge.learning.teacher import (
     score_kept,
 )
 from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
+from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
 from cartridge_forge.protocols.errors import CheckpointError, DataError
-from cartridge_forge.protocols.spec.objective import ObjectiveSpec
-from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
 from cartridge_forge.protocols.spec.sections import TrainSpec
 from cartridge_forge.protocols.step import TrainBatch
 
 if TYPE_CHECKING:
     from twins import Twin
 
-RL = ObjectiveSpec(w_doc=0.0, w_rl=1.0)
+RL = EpisodesObjective(w_doc=0.0, w_rl=1.0)
 INITIAL = GrpoSpec(kl=0.5, zero_variance="keep", mismatch=None)
 EVERY_TWO = INITIAL.model_copy(update={"kl_reference": "version", "kl_refresh": 2})
 

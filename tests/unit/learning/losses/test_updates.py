@@ -31,21 +31,21 @@ from cartridge_forge.learning.teacher import response_logprobs
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.learning.updates import divide, joined_output
 from cartridge_forge.plugins.episodes.losses.advantages import group_advantages
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, SdpoSpec
+from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
 from cartridge_forge.protocols.errors import RunError, StaleTokenError
-from cartridge_forge.protocols.spec.objective import ObjectiveSpec, SdpoSpec
-from cartridge_forge.protocols.spec.policy_gradient import GrpoSpec
 from cartridge_forge.protocols.spec.sections import TrainSpec
 from cartridge_forge.protocols.step import Sample, TrainBatch, TrainStepOutput
 
 if TYPE_CHECKING:
     from twins import Twin
 
-RL = ObjectiveSpec(w_doc=0.0, w_rl=1.0)
+RL = EpisodesObjective(w_doc=0.0, w_rl=1.0)
 WIDE = GrpoSpec(clip_low=1.0, clip_high=1e6)
 
 
 def trainer_of(
-    twin: Twin, objective: ObjectiveSpec = RL, last_state: Path | None = None, **train: Any
+    twin: Twin, objective: EpisodesObjective = RL, last_state: Path | None = None, **train: Any
 ) -> CartridgeTrainer:
     spec = TrainSpec(**{"steps": 5, "lr": 0.02, "row_tokens": 24, "clip": 1e9, **train})
     trainer = CartridgeTrainer(twin.model, bank_of(twin), spec, last_state, objective=objective)

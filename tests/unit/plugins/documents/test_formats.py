@@ -20,7 +20,7 @@ from cartridge_forge.plugins.documents.formats import (
     read_table,
     read_text,
 )
-from cartridge_forge.plugins.documents.html_text import html_text
+from cartridge_forge.plugins.documents.readers.html_text import html_text
 from cartridge_forge.protocols.errors import DataError
 
 WORDS = "Größe: 3 µm, naïve café \U0001f600\n"

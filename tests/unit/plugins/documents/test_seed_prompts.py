@@ -11,7 +11,7 @@ from cartridge_forge.plugins.documents.seed_prompts import (
     plain_next_turn,
     plain_turn,
 )
-from cartridge_forge.protocols.spec.users.documents import SEED_KINDS
+from cartridge_forge.plugins.documents.spec.documents import SEED_KINDS
 
 PASSAGE = "Salt was made here. The road is still called the Grey Lane.\nIt climbs to Tollard."
 

@@ -12,6 +12,7 @@ from cartridge_forge.learning.model.loading import load_tokenizer
 from cartridge_forge.plugins.documents.corpus import CorpusDocument, tokenised
 from cartridge_forge.plugins.documents.drafts import SynthesisPlan
 from cartridge_forge.plugins.documents.reading import UserDocument
+from cartridge_forge.plugins.documents.spec.documents import SelfStudySpec
 from cartridge_forge.plugins.documents.synthesis import (
     BATCH,
     items,
@@ -27,7 +28,6 @@ from cartridge_forge.plugins.documents.synthesis_rows import (
 )
 from cartridge_forge.plugins.strategies.samplers.sampler import Ability, SampleRequest, SampleResult
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.users.documents import SelfStudySpec
 
 ROOT = Path(__file__).resolve().parents[4]
 READER = str(ROOT / "models" / "clinic-reader")

@@ -12,9 +12,9 @@ from episode_setup import HANDBOOK, LOST, RIGHT, conversation, episode_of
 
 from cartridge_forge.plugins.clinic.desk import HINTS
 from cartridge_forge.plugins.episodes.hint_writers import HintWriter
+from cartridge_forge.plugins.episodes.spec.objective import SdpoSpec
 from cartridge_forge.protocols.episodes import Episode, TurnHint
 from cartridge_forge.protocols.errors import RunError
-from cartridge_forge.protocols.spec.objective import SdpoSpec
 from cartridge_forge.protocols.step import Completion, GenerateRequest
 from cartridge_forge.protocols.teacher_replay import ReplayState
 

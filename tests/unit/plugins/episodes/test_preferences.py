@@ -16,15 +16,15 @@ from cartridge_forge.plugins.episodes.environments.training_signals import repla
 from cartridge_forge.plugins.episodes.preferences import AskedState, PreferenceQueue
 from cartridge_forge.plugins.replay.actions import canonical
 from cartridge_forge.plugins.replay.prompts import state_hash
-from cartridge_forge.plugins.replay.voting import decide
-from cartridge_forge.protocols.errors import RunError
-from cartridge_forge.protocols.spec.objective import DpoSpec
-from cartridge_forge.protocols.spec.teacher_replay import (
+from cartridge_forge.plugins.replay.spec import (
+    DpoSpec,
     GateSpec,
     PriceSpec,
     ReplaySpec,
     ReplayTeacherSpec,
 )
+from cartridge_forge.plugins.replay.voting import decide
+from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.protocols.step import PreferencePair, ReferenceOutput
 from cartridge_forge.protocols.teacher_replay import (
     AgentMessage,

@@ -12,6 +12,7 @@ import pytest
 from cartridge_forge.plugins.clinic.findings import FindingsQuestion
 from cartridge_forge.plugins.clinic.text import Patient
 from cartridge_forge.plugins.evaluate.frontier_questions import FrontierQuestion, findings_answer
+from cartridge_forge.plugins.evaluate.spec import FrontierArm, FrontierSpec
 from cartridge_forge.plugins.evaluate.strategies import ArmRow, compare
 from cartridge_forge.plugins.statistics.intervals import student_t95, wilson_interval
 from cartridge_forge.plugins.strategies.catalog import parse
@@ -23,7 +24,6 @@ from cartridge_forge.plugins.strategies.samplers.sampler import (
 )
 from cartridge_forge.protocols.errors import DataError, SpecError
 from cartridge_forge.protocols.records.answers import Answer
-from cartridge_forge.protocols.spec.experiments import FrontierArm, FrontierSpec
 from cartridge_forge.protocols.spec.loading import load_file
 
 # What the samples 0, 1, 2 say of each question; all are asked with the right answer "cyst".

@@ -16,7 +16,7 @@ from cartridge_forge.plugins.library.stored_folder import (
     StoredFolder,
     read_state,
 )
-from cartridge_forge.protocols.records.run_files import StoredPlace
+from cartridge_forge.protocols.spec.services import StoredPlace
 
 
 @pytest.fixture

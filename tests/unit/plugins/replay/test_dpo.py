@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cartridge_forge.learning.policy_scores import is_stale, summed_by_pair
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.plugins.replay.dpo import replay_dpo
+from cartridge_forge.plugins.replay.spec import DpoSpec
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.objective import DpoSpec, ObjectiveSpec
 from cartridge_forge.protocols.step import PreferencePair
 
 if TYPE_CHECKING:
@@ -280,7 +281,9 @@ def test_a_step_takes_every_variant_in_any_micro_batches(llama: Twin, variant: s
     """kto's reference point is that of all pairs, whatever bounds a forward."""
     batch = scene(llama, bank_of(llama))
     pairs = [replace(p, chosen_share=2 / 3, rejected_share=1 / 3) for p in batch.pairs]
-    objective = changed(ObjectiveSpec(w_doc=0.0, beta=1.0), dpo=DpoSpec(variant=variant, nll=0.1))
+    objective = changed(
+        EpisodesObjective(w_doc=0.0, beta=1.0), dpo=DpoSpec(variant=variant, nll=0.1)
+    )
     whole, parts = (
         do(llama, replace(batch, pairs=pairs), objective, micro_tokens=micro) for micro in (None, 2)
     )

@@ -24,7 +24,7 @@ from cartridge_forge.plugins.replay.prompts import (
     render_hint,
     state_hash,
 )
-from cartridge_forge.protocols.spec.teacher_replay import PriceSpec, ReplayTeacherSpec
+from cartridge_forge.plugins.replay.spec import PriceSpec, ReplayTeacherSpec
 from cartridge_forge.protocols.teacher_replay import (
     AgentMessage,
     ReplayState,

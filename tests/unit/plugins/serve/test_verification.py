@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from cartridge_forge.plugins.serve.answers.verification import (
+from cartridge_forge.plugins.serve.engine.verification import (
     AcceptedShares,
     ServedDocument,
     VerifyPlan,

@@ -6,17 +6,17 @@ import pytest
 
 from cartridge_forge.protocols.spec.keys import (
     CONFIG_FILE,
-    FILES,
     MESH_FILE,
     OTHER_NAMES,
     near_keys,
     path_rule,
+    spec_files,
     spec_keys,
 )
 
 
 def test_every_other_name_leads_to_a_key() -> None:
-    known = {key.key for file in FILES for key in spec_keys(file)}
+    known = {key.key for file in spec_files() for key in spec_keys(file)}
     assert set(OTHER_NAMES.values()) <= known
     assert not {name for name in OTHER_NAMES if name in {k.rpartition(".")[2] for k in known}}
 
@@ -38,7 +38,7 @@ def test_a_name_leads_to_the_likeliest_keys(name: str, found: list[str]) -> None
 
 
 def test_every_key_has_a_meaning_and_a_type_in_words() -> None:
-    for file in FILES:
+    for file in spec_files():
         for key in spec_keys(file):
             assert key.field.description, key.key
             assert "a value" not in key.type, key.key
@@ -46,16 +46,16 @@ def test_every_key_has_a_meaning_and_a_type_in_words() -> None:
 
 # Every key that is a path, by the file that it stands in.
 PATHS = [
-    ("MeshSpec", "config"), ("MeshSpec", "hosts.tls"), ("MeshSpec", "control.tls_ca"),
-    ("MeshSpec", "control.tls_cert"), ("MeshSpec", "control.tls_key"),
-    ("MeshSpec", "telemetry.tls"),
-    ("LearnSpec", "model.path"), ("LearnSpec", "data.path"), ("LearnSpec", "data.questions"),
-    ("LearnSpec", "data.rows.documents"), ("LearnSpec", "data.rows.held_out"),
-    ("LearnSpec", "data.rows.folder"), ("LearnSpec", "cartridge.init.from"),
-    ("LearnSpec", "cartridge.init.library"), ("LearnSpec", "episodes.environment.folder"),
-    ("LearnSpec", "episodes.environment.document"), ("LearnSpec", "episodes.environments.folder"),
-    ("LearnSpec", "episodes.environments.document"), ("LearnSpec", "reward.folder"),
-    ("LearnSpec", "self_study.rows"),
+    ("ClusterMesh", "config"), ("ClusterMesh", "hosts.tls"), ("ClusterMesh", "control.tls_ca"),
+    ("ClusterMesh", "control.tls_cert"), ("ClusterMesh", "control.tls_key"),
+    ("ClusterMesh", "telemetry.tls"),
+    ("RsaLearn", "model.path"), ("RsaLearn", "cartridge.init.from"),
+    ("RsaLearn", "cartridge.init.library"), ("RsaLearn", "data.path"),
+    ("RsaLearn", "data.questions"), ("RsaLearn", "data.rows.documents"),
+    ("RsaLearn", "data.rows.held_out"), ("RsaLearn", "data.rows.folder"),
+    ("RsaLearn", "self_study.rows"), ("RsaLearn", "episodes.environment.folder"),
+    ("RsaLearn", "episodes.environment.document"), ("RsaLearn", "episodes.environments.folder"),
+    ("RsaLearn", "episodes.environments.document"), ("RsaLearn", "reward.folder"),
     ("ServeSpec", "model.path"), ("ServeSpec", "library"), ("ServeSpec", "http.audit"),
     ("ServeSpec", "process_reward.model.path"), ("ServeSpec", "process_reward.judge.ledger"),
     ("SweepSpec", "frontier.process_reward.model.path"),
@@ -66,7 +66,7 @@ PATHS = [
 def test_a_path_says_so_in_its_type() -> None:
     paths = [
         (file.root.__name__, key.key)
-        for file in FILES
+        for file in spec_files()
         for key in spec_keys(file)
         if path_rule(key.field) is not None
     ]

@@ -261,9 +261,9 @@ BAD_OVERRIDES = [
     ("threads=3",
      "unknown key threads at --set threads=3; did you mean roles.generator.threads? known: name, "
      "config, hosts, plane, publish, roles, gpus, spares, health, watchdog, control, telemetry, "
-     "records, call_timeout_s, spawn_timeout_s, model, data, cartridge, "
-     "rollout, generator, teacher, loss, objective, episodes, rsa, reward, replay, documents, "
-     "self_study, train, evaluate"),
+     "records, call_timeout_s, spawn_timeout_s, model, cartridge, rollout, "
+     "generator, teacher, loss, objective, train, evaluate, replay, data, documents, self_study, "
+     "episodes, reward, rsa"),
     ("generator.block_tokens=40",
      "block_tokens must be a multiple of 32: got 40 at --set generator.block_tokens=40 "
      "(generator.block_tokens); round it to 32, 64, ..."),
@@ -507,3 +507,26 @@ def test_a_resolved_spec_is_read_back_from_a_run_directory(house: Path) -> None:
 def test_place_of_a_key_that_nobody_wrote_is_the_file(house: Path) -> None:
     loaded: LoadedSpec = load_spec(M)
     assert str(loaded.place("evaluate.arms")) == f"{C}:1"
+
+
+def test_a_former_key_is_refused_with_its_remedy_and_read_in_the_spec_of_an_older_run(
+    tmp_path: Path,
+) -> None:
+    """A resolved spec has every key, those too that were left at their defaults."""
+    mesh = str(REPOSITORY / "meshes" / "longhealth.yaml")
+    spec = load_spec(mesh).spec
+    values = spec.as_dict()
+    values["learn"]["objective"]["balance_bound"] = 100.0
+    values["learn"]["documents"]["max_tokens"] = None
+    (tmp_path / "spec.yaml").write_text(dump_yaml(values))
+    assert load_resolved(tmp_path / "spec.yaml") == spec
+    sets = ("objective.balance_bound=3", "documents.max_tokens=300")
+    with pytest.raises(SpecError) as caught:
+        load_spec(mesh, sets=sets)
+    assert str(caught.value) == (
+        "2 faults in the spec:\n"
+        "  max_tokens is no key any more: got 300 at --set documents.max_tokens=300 "
+        "(documents.max_tokens); give teacher.context_tokens, its present name\n"
+        "  balance_bound is no key any more: got 3 at --set objective.balance_bound=3 "
+        "(objective.balance_bound); remove it: a weight changes by a factor of at most 100"
+    )

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from cartridge_forge.forge_run.preflight import slow_products
+from cartridge_forge.plugins.serve.spec import load_serve
 from cartridge_forge.protocols.spec import model as of
-from cartridge_forge.protocols.spec.loading import load_serve, load_spec
+from cartridge_forge.protocols.spec.loading import load_spec
 
 FLAGS = {
     "fast": "flags\t\t: fpu avx512f amx_bf16 amx_tile\n",

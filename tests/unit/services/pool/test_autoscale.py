@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cartridge_forge.protocols.spec.services import AutoscaleSpec
-from cartridge_forge.services.pool.autoscale import decide
+from cartridge_forge.services.pool.sizes import decide
 
 
 def spec_of(**changes: float) -> AutoscaleSpec:

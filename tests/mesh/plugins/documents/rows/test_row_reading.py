@@ -11,9 +11,9 @@ import pytest
 
 from cartridge_forge.plugins.documents.rows.hub import of_split, split_files
 from cartridge_forge.plugins.documents.rows.reading import read_row_set
+from cartridge_forge.plugins.documents.spec.rows import RowsSpec
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.users.rows import RowsSpec
 from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool
 
 PLAIN: dict[str, Any] = {
@@ -26,7 +26,7 @@ TOOL = {"name": "add", "description": "Add.", "parameters": {"type": "object"}}
 
 def spec(source: str, path: str, share: float = 0.5, **rows: Any) -> LearnSpec:
     data = {"source": source, "path": path, "patients": 9, "held_out": share, "rows": rows}
-    return LearnSpec.model_validate({**PLAIN, "data": data})
+    return LearnSpec.read({**PLAIN, "data": data})
 
 
 def lines(path: Path, rows: list[Any]) -> Path:

@@ -85,7 +85,7 @@ def clinic() -> list[Patient]:
 
 
 def test_the_arm_routed_asks_the_routers_cartridge() -> None:
-    spec = LearnSpec.model_validate(
+    spec = LearnSpec.read(
         {
             "model": {"path": "tiny"},
             "data": {"patients": 2, "facts": 12, "notes": 2, "held_out": 1.0},

@@ -14,8 +14,8 @@ from cartridge_forge.plugins.episodes.environments.checking import (
     findings_of,
 )
 from cartridge_forge.plugins.episodes.environments.checking import PlayedEpisode as Played
+from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.episodes import Observation, Task
-from cartridge_forge.protocols.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 FOLDER = str(Path(__file__).parents[4] / "data" / "environments")

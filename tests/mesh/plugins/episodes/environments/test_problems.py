@@ -11,9 +11,9 @@ from rooms.environments.problems_setup import over
 
 from cartridge_forge.plugins.episodes.environments.problems import ProblemSet
 from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import PYTHON
+from cartridge_forge.plugins.episodes.spec.problems import ProblemsSpec
 from cartridge_forge.plugins.strategies.rsa.records import JudgedCandidate, RSAProblem
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.rsa import ProblemsSpec
 
 TASKSETS = Path(__file__).resolve().parents[4] / "data/tasksets"
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from cartridge_forge.plugins.episodes.rewards.workers import RewardWorker
+from cartridge_forge.plugins.episodes.spec.rewards import RewardSpec
 from cartridge_forge.protocols.episodes import RewardOutcome
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.users.rewards import RewardSpec
 
 BUDGET = 120.0
 FUNCTIONS = """\

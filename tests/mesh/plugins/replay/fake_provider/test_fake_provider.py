@@ -15,7 +15,7 @@ from cartridge_forge.plugins.replay.fake_provider.app import (
     ProviderRequest,
 )
 from cartridge_forge.plugins.replay.prompts import ATTEMPT_HEADER
-from cartridge_forge.protocols.spec.teacher_replay import PriceSpec
+from cartridge_forge.plugins.replay.spec import PriceSpec
 from cartridge_forge.protocols.teacher_replay import TeacherUsage
 
 PRICES = {"tiny": PriceSpec(input=1.0, output=2.0, cached=0.5)}

@@ -28,7 +28,7 @@ from cartridge_forge.plugins.serve.access.connections import (
     TlsListener,
     limited,
 )
-from cartridge_forge.protocols.spec.serving import HttpSpec
+from cartridge_forge.plugins.serve.spec import HttpSpec
 
 HALF = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-never: "
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"

@@ -26,7 +26,7 @@ from serving_setup import (
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.teacher import document_kv, score_over
 from cartridge_forge.plugins.library.names import parse_cartridge
-from cartridge_forge.protocols.spec.serving import VerifySpec
+from cartridge_forge.plugins.serve.spec import VerifySpec
 from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sample, Sampling
 
 CHAT_PATH = "/v1/chat/completions"

@@ -21,9 +21,9 @@ from vllm_replica import require_vllm
 
 from cartridge_forge.plugins.serve.app import create_server
 from cartridge_forge.plugins.serve.engine.pool_backend import PoolBackend
+from cartridge_forge.plugins.serve.spec import load_serve
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.plugins import SHIPPED
-from cartridge_forge.protocols.spec.loading import load_serve
 from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling, StopCondition
 from cartridge_forge.services.mesh import open_generators
 from cartridge_forge.services.pool.pool import Pool

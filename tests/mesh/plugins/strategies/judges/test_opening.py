@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from replay_setup import KEY, KEY_ENV, a_spec, a_teacher, ledger_rows, prices
 
+from cartridge_forge.plugins.evaluate.spec import FrontierSpec
 from cartridge_forge.plugins.replay.fake_provider.app import FakeProvider, ProviderRequest
 from cartridge_forge.plugins.replay.prompts import JUDGE_INSTRUCTIONS
+from cartridge_forge.plugins.serve.spec import load_serve
 from cartridge_forge.plugins.strategies.judges.opening import opened_judge
+from cartridge_forge.plugins.strategies.spec import ProcessRewardSpec, RewardJudgeSpec
 from cartridge_forge.protocols.errors import RunError, SpecError
-from cartridge_forge.protocols.spec.experiments import FrontierSpec
-from cartridge_forge.protocols.spec.loading import load_file, load_serve
-from cartridge_forge.protocols.spec.teacher_replay import ProcessRewardSpec, RewardJudgeSpec
+from cartridge_forge.protocols.spec.loading import load_file
 
 MODELS = prices(a_spec(a_teacher("a", "http://127.0.0.1:1")))
 TEXTS = ["what?\n\nsure\n\n", "what?\n\nwrong\n\n"]

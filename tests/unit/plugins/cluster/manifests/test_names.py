@@ -11,8 +11,8 @@ from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
 from cartridge_forge.plugins.cluster.chart.chart import Needs, schema
+from cartridge_forge.plugins.cluster.spec import DeploymentSpec
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.hosts import DeploymentSpec
 from cartridge_forge.protocols.spec.loading import load_spec
 
 CHART = Draft202012Validator(schema(["cpu", "gpu"], "gpu", Needs(is_mesh=True)))

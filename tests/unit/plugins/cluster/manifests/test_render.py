@@ -19,8 +19,9 @@ from cartridge_forge.plugins.cluster.manifests.objects import SECRETS, Resources
 from cartridge_forge.plugins.cluster.manifests.overlays import build
 from cartridge_forge.plugins.cluster.manifests.sizing import ModelSize, pod_resources
 from cartridge_forge.plugins.serve.metrics import ServingMetrics
+from cartridge_forge.plugins.serve.spec import load_serve
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.loading import load_serve, load_spec
+from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.model import ShapeSpec
 
 REPOSITORY = Path(__file__).parents[5]

@@ -17,9 +17,9 @@ from cartridge_forge.plugins.documents.study.material import read_material
 from cartridge_forge.plugins.documents.study.recipe import DocumentsRecipe
 from cartridge_forge.plugins.documents.study.rows import context_titles
 from cartridge_forge.plugins.evaluate.questions import set_paper
+from cartridge_forge.plugins.evaluate.spec import EvalSpec
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.records.answers import Answer
-from cartridge_forge.protocols.spec.experiments import EvalSpec
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.step import SEPARATOR, Completion, GenerateRequest

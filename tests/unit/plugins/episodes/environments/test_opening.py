@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from cartridge_forge.plugins.episodes.environments import opening
+from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation, Task
-from cartridge_forge.protocols.spec.environment import EnvironmentSpec
 
 
 class Counting:

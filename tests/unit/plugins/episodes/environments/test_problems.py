@@ -6,8 +6,8 @@ from rooms.environments.problems_setup import over
 
 from cartridge_forge.plugins.clinic.text import PatientQuestion
 from cartridge_forge.plugins.episodes.environments.problems import clinic_problem
+from cartridge_forge.plugins.episodes.spec.problems import ProblemsSpec
 from cartridge_forge.plugins.strategies.rsa.records import JudgedCandidate
-from cartridge_forge.protocols.spec.rsa import ProblemsSpec
 
 QUESTION = PatientQuestion(
     "patient_01/7", "patient_01", "what is the ecg?",

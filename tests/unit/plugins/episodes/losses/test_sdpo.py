@@ -14,8 +14,8 @@ from cartridge_forge.learning.losses.channel import LossAccumulator, LossTerm
 from cartridge_forge.learning.losses.doc_kl import doc_kl
 from cartridge_forge.learning.teacher import TeacherDistribution, top_k
 from cartridge_forge.plugins.episodes.losses.sdpo import alpha_at, sdpo_term, sdpo_tokens
+from cartridge_forge.plugins.episodes.spec.objective import SdpoSpec
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.objective import SdpoSpec
 
 S, T = (0.5, 0.5), (0.9, 0.1)
 

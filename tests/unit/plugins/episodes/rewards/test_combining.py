@@ -6,8 +6,8 @@ import pytest
 
 from cartridge_forge.plugins.episodes.environments.single_turn import answered_once, task_of
 from cartridge_forge.plugins.episodes.rewards.combining import can_be_judged, judged, view_of
+from cartridge_forge.plugins.episodes.spec.rewards import RewardSpec
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Episode, RewardOutcome, Turn
-from cartridge_forge.protocols.spec.users.rewards import RewardSpec
 from cartridge_forge.protocols.step import Sampling
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.episodes.task_sources.environment import (
     EnvironmentTasks,
     document_of,
@@ -12,7 +13,6 @@ from cartridge_forge.plugins.episodes.task_sources.environment import (
 )
 from cartridge_forge.plugins.episodes.task_sources.primer import PRIMER_TEXT
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_spec
 

@@ -21,7 +21,7 @@ from cartridge_forge.plugins.library.models.adapter import TransformersModel
 from cartridge_forge.plugins.library.models.parity import check_model
 from cartridge_forge.plugins.library.models.short_config import short_configs
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.home import checks_folder
+from cartridge_forge.protocols.files import checks_folder
 
 
 class LongerIsLouderConfig(LlamaConfig):

@@ -19,9 +19,9 @@ from websockets.asyncio.server import ServerConnection, serve
 from cartridge_forge.plugins.episodes.environments import sessions
 from cartridge_forge.plugins.episodes.environments.openenv.client import OpenEnvClient
 from cartridge_forge.plugins.episodes.environments.openenv.server import LocalEnvironment
+from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.replay.fake_provider.server import LoopbackServer
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation, Task
-from cartridge_forge.protocols.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 TASK = a_task()

@@ -20,10 +20,10 @@ from cartridge_forge.plugins.episodes.environments.openenv.client import (
     action_schema,
     check_action,
 )
+from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.replay.fake_provider.server import LoopbackServer
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation, Task
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 from examples.calculator.server import calculator_app
 

@@ -11,8 +11,8 @@ from desk_tasks import a_task, expected_after, solution
 
 from cartridge_forge.plugins.episodes.environments.openenv.client import OpenEnvClient
 from cartridge_forge.plugins.episodes.environments.openenv.server import LocalEnvironment
+from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.episodes import EnvironmentRequest
-from cartridge_forge.protocols.spec.environment import EnvironmentSpec
 
 TASK = a_task()
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from cartridge_forge.plugins.episodes.environments.python.client import PythonEnvironment
+from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation, Task
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool
 
 FOLDER = str(Path(__file__).parents[5] / "data" / "environments")

@@ -10,8 +10,8 @@ import pytest
 
 from cartridge_forge.plugins.episodes.environments.verifiers.stepped import TasksetEnvironment
 from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import PYTHON
+from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation, Task
-from cartridge_forge.protocols.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 FOLDER = str(Path(__file__).parents[5] / "data" / "tasksets")

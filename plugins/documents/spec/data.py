@@ -1,0 +1,120 @@
+"""Configure the documents that cartridges learn, and their questions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+
+from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES, RowSource, RowsSpec
+from cartridge_forge.protocols.spec.base import Absolute, LocalPath, PathRule, SpecSection, broken
+
+
+def _join_paths(value: Any) -> Any:
+    listed = isinstance(value, list) and all(isinstance(v, str) and v for v in value)
+    return os.pathsep.join(value) if listed else value
+
+
+JoinedPaths = BeforeValidator(_join_paths)
+
+
+def _local_data(text: str, sections: Sequence[Any], absolute: Absolute) -> str:
+    """Return each of the paths absolute; a URL, a dataset of the hub and a function as it is."""
+    source = sections[-1].source
+    if text.startswith(("http://", "https://")) or source in ("hub", "python"):
+        return text
+    several = source in ("documents", *ROW_SOURCES)
+    return os.pathsep.join(map(absolute, text.split(os.pathsep) if several else [text]))
+
+
+class DataSpec(SpecSection):
+    """Configure the patients, their documents and their questions."""
+
+    source: (
+        Literal["clinic", "longhealth", "desk", "environment", "primer", "documents"] | RowSource
+    ) = Field(
+        default="clinic",
+        description="clinic: generated here; longhealth: LongHealth's JSON from data.path; desk: "
+        "handbooks of generated clinic desks, for episodes with tools; environment: the documents "
+        "of your own environments, for their episodes; primer: a page on solving "
+        "problems, for those of rsa that are about no document; documents: the files of data.path; "
+        "jsonl, parquet, hub, python: your own rows of prompts",
+    )
+    path: Annotated[str | None, JoinedPaths, PathRule(_local_data)] = Field(
+        default=None,
+        min_length=1,
+        description="LongHealth JSON, a path or an http(s) URL, read in place of the clinic; or "
+        "documents: a folder, a file, a pattern, or a list of them; of rows: a file or several, a "
+        "dataset of the hub (OWNER/NAME), or a function (package.module:name)",
+    )
+    questions: LocalPath | None = Field(
+        default=None,
+        min_length=1,
+        description="questions about documents, as SQuAD or LongHealth has them; null: self-study "
+        "questions that are held out",
+    )
+    seed: int = Field(default=0, ge=0, description="seed of the generated clinic")
+    patients: int = Field(
+        default=1,
+        ge=1,
+        description="patients or desks to generate, the first patients of the file, the most "
+        "documents, or the number of your environments",
+    )
+    facts: int | None = Field(
+        default=None,
+        ge=1,
+        validate_default=True,
+        description="facts of a generated patient, or fields in a desk's handbook",
+    )
+    notes: int | None = Field(
+        default=None, ge=1, validate_default=True, description="notes of a generated patient"
+    )
+    questions_per_fact: int = Field(
+        1, ge=1, description="questions about each fact of a generated patient, options differ"
+    )
+    own_fields: bool = Field(
+        default=False,
+        description="whether no two generated patients have a fact about the same field, so that a "
+        "question is about one of them alone",
+    )
+    held_out: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="share of the questions or rows kept for evaluation, in (0, 1]",
+    )
+    rows: RowsSpec = Field(
+        default=RowsSpec(), description="how rows are read: jsonl, parquet, hub, python"
+    )
+    instruction: str = Field(default="", description="text appended to every option question")
+    name_document: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="whether prompts begin with the name of the patient or document that they are "
+        "about; auto: where one cartridge learns from several",
+    )
+    document_tokens: int | None = Field(
+        default=None, ge=1, description="tokens of a document: the dry run's estimate only"
+    )
+    prompt_tokens: int | None = Field(
+        default=None, ge=1, description="tokens of a prompt: the dry run's estimate only"
+    )
+
+    @field_validator("facts", "notes")
+    @classmethod
+    def _clinic_only(cls, value: int | None, info: ValidationInfo) -> int | None:
+        source, path = info.data.get("source"), info.data.get("path")
+        needed = source == "desk" and info.field_name == "facts"
+        if (needed or source == "clinic") and path is None and value is None:
+            raise broken(
+                f"must be given with data.source {source}", "set it to a count of 1 or more"
+            )
+        other_sources = ("longhealth", "environment", "primer", "documents", *ROW_SOURCES)
+        without = source in other_sources or (source == "desk" and not needed)
+        if without and value is not None:
+            raise broken(f"must be left out with data.source {source}", "remove it")
+        facts = info.data.get("facts")
+        if info.field_name == "notes" and value is not None and facts is not None and value > facts:
+            raise broken(f"must be <= facts ({facts})", "a note needs a fact: lower it")
+        return value

@@ -1,1 +1,0 @@
-"""Make and verify answers: strategies, and documents that verify."""
