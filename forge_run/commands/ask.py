@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any
 from cartridge_forge.forge_run.commands import note
 from cartridge_forge.forge_run.model_check import check
 from cartridge_forge.plugins.documents.retrieval import Bm25Router, Choice
-from cartridge_forge.plugins.documents.study.run_documents import document_of_source
 from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
 from cartridge_forge.plugins.library.names import AUTO, parse_cartridge
 from cartridge_forge.plugins.library.store import CartridgeVersion
+from cartridge_forge.plugins.serve.engine.run_documents import document_of_source
 from cartridge_forge.plugins.serve.spec import VerifySpec, load_serve
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest, SampleResult
 from cartridge_forge.protocols.errors import DataError, RunError, SpecError

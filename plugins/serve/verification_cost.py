@@ -18,8 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cartridge_forge.learning.verification import LONGEST_BLOCK
-from cartridge_forge.plugins.cluster.manifests.sizing import kv_values_per_token, matmul_parameters
-from cartridge_forge.protocols.spec.model import ShapeSpec
+from cartridge_forge.protocols.spec.model import ShapeSpec, kv_values_per_token, matmul_parameters
 
 
 @dataclass(frozen=True)

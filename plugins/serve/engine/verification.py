@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cartridge_forge.learning.stopping import TokenText
-from cartridge_forge.plugins.documents.study.run_documents import document_of_source
 from cartridge_forge.plugins.library.store import CartridgeVersion
 from cartridge_forge.plugins.serve.backend import ServerConfig
+from cartridge_forge.plugins.serve.engine.run_documents import document_of_source
 from cartridge_forge.plugins.serve.errors import bad_request
 from cartridge_forge.plugins.serve.request import ServingRequest, chat_date
 from cartridge_forge.plugins.serve.tokenization import Tokenization
