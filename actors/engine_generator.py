@@ -222,7 +222,7 @@ def build_engine(base: ModelSource, end_ids: frozenset[int], spec: GeneratorSpec
     model = base.load()
     model.pack()
     cache = base.document_cache(partial(document_kv, model))
-    return TorchEngine(model, cache.get, end_ids, text, grammars)
+    return TorchEngine(model, cache.get, end_ids, text, grammars, add_document=cache.add)
 
 
 def read_cartridge(path: str) -> Tensor:

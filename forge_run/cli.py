@@ -148,6 +148,11 @@ CARTRIDGES = {
         *LIBRARY, CARTRIDGE,
         _option("files", "FILE", "texts, PDFs or folders of them", type=Path, nargs="+"),
     )),
+    "document": Command("give a version the text that it replaces, to verify its answers by",
+                        "cartridges:document", (
+        *LIBRARY, CARTRIDGE,
+        _option("file", "FILE", "a text or PDF", type=Path),
+    )),
     "diff": Command("how far two cartridges are apart, layer by layer", "cartridges:diff", (
         *LIBRARY,
         *(_option(which, which.upper(), f"{NAMED}, or a path of any format") for which in "ab"),
@@ -310,6 +315,9 @@ COMMANDS = {
         _option("question", "QUESTION", "left out with -i", nargs="?"),
         ("-i", {"action": "store_true", "dest": "chat", "help": "a chat, until an empty line"}),
         _flag("--beside", "answer without the cartridge and with the document too"),
+        _option("--verify", None, "after: mark the answer's tokens that the document would have "
+                "changed; exact: the document's own answer, drafted by the cartridge",
+                choices=("after", "exact")),
         _there("--run", "RUN", "of this run, not of the library"),
         _option("--server", "URL", "of a running server, such as http://127.0.0.1:8000"),
         _option("--key-env", "NAME", "environment variable that holds the server's key"),

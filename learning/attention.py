@@ -166,11 +166,12 @@ def attend(
 def over_prefixes(
     kernel: Kernel, q: Tensor, out: Tensor, sums: Tensor, spans: Sequence[tuple[int, int]],
     prefixes: Sequence[Tensor], options: AttentionOptions,
-    mask: Callable[[int, Tensor], Tensor | None],
+    mask: Callable[[int, Tensor], Tensor | None], grouped: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Join attention `out` [M, H_q, D], with the log of its sums of exponentials [M, H_q], with
     the sinks and with that of the queries over their prefixes; `mask` gives what is added to a
-    prefix's scores."""
+    prefix's scores. With `grouped` the heads that read one key stand as queries of one head, so
+    that few queries read a long prefix once and not H_q / H_kv times."""
     if options.sinks is not None:
         total = torch.logaddexp(sums, options.sinks.to(sums))
         out, sums = wide(out) * (sums - total).exp()[..., None], total
@@ -182,9 +183,19 @@ def over_prefixes(
             parts.append((out[first:stop], torch.full_like(sums[first:stop], UNSEEN)))
             continue
         keys, values = kv[:, None].unbind()
-        read, part_sums = kernel.forward(
-            queries[:, :, first:stop], keys, values, mask(c, kv), False, options.scale, options.cap
-        )
+        part, hidden = queries[:, :, first:stop], mask(c, kv)
+        if grouped:
+            shared = _grouped(part, keys)  # [1, H_kv, H_q / H_kv x n, D]
+            if hidden is not None:
+                hidden = hidden.repeat(1, 1, shared.shape[2] // part.shape[2], 1)
+            read, part_sums = kernel.forward(
+                shared, keys, values, hidden, False, options.scale, options.cap
+            )
+            read, part_sums = _as_heads(read, part), part_sums.reshape(part.shape[:3])
+        else:
+            read, part_sums = kernel.forward(
+                part, keys, values, hidden, False, options.scale, options.cap
+            )
         parts.append((read[0].transpose(0, 1), part_sums[0].transpose(0, 1)))
     read, read_sums = (torch.cat(x) for x in zip(*parts, strict=True))
     total = torch.logaddexp(sums, read_sums)

@@ -640,7 +640,7 @@ class DecodeAttention:
 
         read = [layers[layer] for layers in self._prefixes]
         return over_prefixes(
-            kernel, q, out, sums.reshape(q.shape[:2]), self._spans, read, options, hidden
+            kernel, q, out, sums.reshape(q.shape[:2]), self._spans, read, options, hidden, True
         )[0]
 
     def _mask(self, options: AttentionOptions, dtype: torch.dtype) -> Tensor:

@@ -173,6 +173,10 @@ class DocumentKVCache:
     def __contains__(self, name: str) -> bool:
         return name in self._documents
 
+    def add(self, name: str, ids: tuple[int, ...]) -> None:
+        """Have `get` read a further document."""
+        self._documents[name] = ids
+
     def get(self, name: str) -> Tensor:
         """Return the KV of a document, or of several contexts (`context_ids`) read as one text, on
         the device; read it now if it is not cached. The least recently used make room for it. KV

@@ -64,6 +64,12 @@ def composed_ref(parts: Sequence[PrefixRef]) -> PrefixRef:
     return PrefixRef(first.name, first.version, tuple(later))
 
 
+def document_ref(token_ids: Sequence[int]) -> PrefixRef:
+    """Return the prefix of a document by its tokens, for a request that carries them."""
+    digest = hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
+    return PrefixRef(f"document/sha256-{digest[:32]}", 0)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Set how tokens are drawn. Temperature 0 is greedy; top_p 1 and top_k 0 truncate nothing.
@@ -103,6 +109,16 @@ class StopCondition:
 
 
 @dataclass(frozen=True)
+class Draft:
+    """Propose the tokens of a response over `prefix`, a cartridge, `block` at a time. The model
+    over the request's own prefix verifies each block in one forward pass, so that the response is
+    distributed as without a draft (`learning.verified_decode`)."""
+
+    prefix: PrefixRef
+    block: int
+
+
+@dataclass(frozen=True)
 class GenerateRequest:
     """Request one completion of a prompt. Token ids in: text is never re-tokenised on the way.
 
@@ -116,6 +132,8 @@ class GenerateRequest:
     `logprobs` the response's tokens come without their log-probabilities, unless `top_logprobs` or
     the confidence of `until` reads these. With `logits` the generator puts the logits that the
     tokens were drawn from into the tensor plane, under a key of that stem (`Completion.logits`).
+    `document_ids` are the tokens of the document that `prefix` names, where the generator was not
+    started with it (`document_ref`). `draft` proposes the tokens.
     """
 
     id: str
@@ -130,6 +148,8 @@ class GenerateRequest:
     grammar: ResponseGrammar | None = None
     logprobs: bool = True
     logits: str = ""
+    document_ids: tuple[int, ...] = ()
+    draft: Draft | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +171,8 @@ class Completion:
     from, "" for a document. `logits`, if requested, refers to the tensor "logits" [n, V] of the
     tokens of all requests of the call that asked for them, in order. `taught` are the indices of
     the tokens that the document teacher drew in a verified rollout: their log-probabilities and
-    versions are those of the student that read them.
+    versions are those of the student that read them. `proposed` counts the tokens of a draft that
+    were verified, `accepted` those that stayed, `verifications` the forward passes.
     """
 
     request_id: str
@@ -169,6 +190,9 @@ class Completion:
     prompt_top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     logits: TensorRef | None = None
     taught: tuple[int, ...] = ()
+    proposed: int = 0
+    accepted: int = 0
+    verifications: int = 0
 
 
 @dataclass(frozen=True)

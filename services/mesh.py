@@ -51,7 +51,7 @@ from cartridge_forge.services.run_directory import RunDirectory
 
 ANSWER_SECONDS = 2.0  # a heartbeat takes milliseconds
 EVERY_VERSION = 2**31  # a server drops versions by name, not by age
-SERVED_KV_BYTES = 2**20  # for the KV of the first token: a server reads no other document
+SERVED_KV_BYTES = 2**20  # for the KV of the first token, where no other document is read
 
 
 class Mesh:
@@ -203,8 +203,10 @@ async def open_generators(
     call_timeout_s: float,
     spares: int = 0,
     note: Note = lambda event, **facts: None,
+    max_kv_bytes: int = SERVED_KV_BYTES,
 ) -> tuple[Service, Pool]:
-    """Start generators for a server, in a service of this process, without waiting for them."""
+    """Start generators for a server, in a service of this process, without waiting for them. Each
+    keeps at most `max_kv_bytes` of documents' KV."""
     service = await Service.of(
         this_host(),
         health=health,
@@ -215,7 +217,7 @@ async def open_generators(
         note=note,
     )
     service.warm([role.threads] * role.replicas)
-    arguments = (model.path, model.dtype, role.threads, documents, SERVED_KV_BYTES, NoPlane())
+    arguments = (model.path, model.dtype, role.threads, documents, max_kv_bytes, NoPlane())
     verdict = kept_verdict(model.path)
     base = ModelSource(*arguments, device=device_of(role), verdict=verdict)
     args = (base, end_ids, EVERY_VERSION, generator)

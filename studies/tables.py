@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import yaml
@@ -47,6 +47,7 @@ PREFIXES = {
     "trained": "**the trained cartridge**",
     "whole": "the whole chart",
 }
+ARMS_OF_EXACT = {"alone": "none: the document alone", "lookup": "prompt look-up in the document"}
 GOLD_ARMS = ("none", "untrained", "on_policy", "document")
 STRATEGIES = {
     "self_consistency": "vote over whole answers",
@@ -614,6 +615,33 @@ def article_comparisons(study: str, sweep: str, kind: str) -> Table:
     return [*heads, "decided"], body
 
 
+def exact_answers(study: str, record: str) -> Table:
+    """Return drafted answers beside those of the document alone."""
+    body = []
+    for row in _results(study, record):
+        drafted = row["arm"] != "alone"
+        body.append([
+            ARMS_OF_EXACT.get(row["arm"], row["arm"].replace("cartridge", "a cartridge of")),
+            f"{row['cpu_s']:.1f}", f"{row['times']:.2f}" if drafted else "1",
+            f"{100 * row['accepted'] / row['proposed']:.1f}%" if drafted else "",
+            f"{row['tokens'] / row['verifications']:.2f}" if drafted else "1",
+            f"{row['equal']} of {row['answers']}" if drafted else "",
+        ])  # fmt: skip
+    heads = ["drafts", "processor s", "times as fast", "accepted", "tokens a verification"]
+    return [*heads, "equal answers"], body
+
+
+def document_words(study: str, record: str) -> Table:
+    """Return the seconds of the document's word on an answer, and of the answer."""
+    body = [
+        [f"{row['document']:,}", f"{median(row['answer_s']):.2f}", f"{median(row['word_s']):.2f}",
+         f"{row['share']:.3f}", f"{row['reading_s']:.1f}"]
+        for row in _results(study, record)
+    ]  # fmt: skip
+    heads = ["document", "answer, s", "the document's word, s", "share of the answer's"]
+    return [*heads, "reading the document once, s"], body
+
+
 TABLES: Mapping[str, Callable[[str, str], Table]] = {
     "arms": arms,
     "arms_in_full": arms_in_full,
@@ -627,6 +655,8 @@ TABLES: Mapping[str, Callable[[str, str], Table]] = {
     "publishes": lambda study, record: publishes(_results(study, record)),
     "simulated": lambda study, record: simulated(_results(study, record)),
     "limits": lambda study, record: limits(_results(study, record)),
+    "exact_answers": exact_answers,
+    "document_words": document_words,
     "over_reference": over_reference,
     "between": between,
     "collapses": collapses,

@@ -5,7 +5,8 @@
 
 With `auto` the router chooses the cartridge by the question's words, and the choice is told; with
 the name of a `forge make` of several documents it chooses among theirs. With --beside the model
-answers without the cartridge and with its document too.
+answers without the cartridge and with its document too. With --verify after the document says which
+tokens of the answer it would have changed, with --verify exact the answer is the document's own.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cartridge_forge.forge_run.commands import note
 from cartridge_forge.forge_run.model_check import check
@@ -28,9 +30,9 @@ from cartridge_forge.plugins.documents.retrieval import Bm25Router, Choice
 from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
 from cartridge_forge.plugins.library.names import AUTO, parse_cartridge
 from cartridge_forge.plugins.library.store import CartridgeVersion
-from cartridge_forge.plugins.serve.spec import load_serve
-from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest
-from cartridge_forge.plugins.watch.pages.run_documents import document_of
+from cartridge_forge.plugins.serve.engine.run_documents import document_of_source
+from cartridge_forge.plugins.serve.spec import VerifySpec, load_serve
+from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest, SampleResult
 from cartridge_forge.protocols.errors import DataError, RunError, SpecError
 from cartridge_forge.protocols.files import model_names, models_folder
 from cartridge_forge.protocols.records.run_files import date_of
@@ -38,8 +40,11 @@ from cartridge_forge.protocols.secrets import secret_text
 from cartridge_forge.protocols.spec.loading import load_resolved
 from cartridge_forge.protocols.spec.model import ModelSpec
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
-from cartridge_forge.protocols.step import Sampling
+from cartridge_forge.protocols.step import Sampling, document_ref
 from cartridge_forge.protocols.teacher_replay import AgentMessage
+
+if TYPE_CHECKING:  # its import takes a second
+    from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler
 
 ANSWER_SECONDS = 300.0  # most of a server's answer
 
@@ -59,11 +64,13 @@ class AskedCartridge:
     run: str
     name: str
     date: datetime | None = None
+    document: Path | None = None  # its text in the store, where it was given
 
 
 @dataclass(frozen=True)
 class AskedAnswer:
-    """Hold an answer and the cartridge that gave it: the JSON of `forge ask --json`."""
+    """Hold an answer and the cartridge that gave it: the JSON of `forge ask --json`. `verify` is
+    the `forge.verify` of a server's reply, None where the document was not asked."""
 
     cartridge: str
     question: str
@@ -71,18 +78,20 @@ class AskedAnswer:
     tokens: int
     finish_reason: str
     routed: Choice | None
+    verify: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class ArmAnswer:
     """Hold one arm's answer: the tokens before the question, those written, and the seconds of
-    both."""
+    both; of the cartridge's `verify` too, as in `AskedAnswer`."""
 
     arm: str
     prefix_tokens: int
     answer: str
     tokens: int
     seconds: float
+    verify: dict[str, Any] | None = None
 
 
 def command(
@@ -91,6 +100,7 @@ def command(
     question: str | None,
     chat: bool,
     beside: bool,
+    verify: str | None,
     run: Path | None,
     server: str | None,
     key_env: str | None,
@@ -106,6 +116,11 @@ def command(
         raise SpecError("give a question, or -i for a chat, and not both")
     if server is not None and (chat or beside):
         raise SpecError("-i and --beside are answered here; leave out --server")
+    if verify == "exact" and (chat or beside):
+        raise SpecError(
+            "--verify exact gives the document's own answer, which --beside shows too, and is of "
+            "one question; leave -i and --beside out, or give --verify after"
+        )
     if chat and (as_json or cartridge == AUTO):
         raise SpecError(f"a chat is with one cartridge, as text: not {AUTO}, and without --json")
     for bars in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
@@ -118,7 +133,7 @@ def command(
     sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
     if server is not None:
         assert question is not None
-        answer = _by_server(server, key_env, cartridge, question, sampling, seed)
+        answer = _by_server(server, key_env, cartridge, question, sampling, seed, verify)
     else:
         opening = _of_library(mesh, sets, cartridge, question or "")
         with opening if run is None else _of_run(run, cartridge, question or "") as cartridge_asked:
@@ -126,22 +141,67 @@ def command(
                 for line in check(cartridge_asked.model.path)[1]:
                     note(line)
             if question is None or beside:
-                return _sides(cartridge_asked, question, beside, sampling, seed, as_json)
-            answer = _in_process(cartridge_asked, question, sampling, seed)
+                return _sides(cartridge_asked, question, beside, sampling, seed, as_json, verify)
+            answer = _in_process(cartridge_asked, question, sampling, seed, verify)
     if answer.routed is not None:
         note(f"{answer.cartridge}: {choice_text(answer.routed)}")
     if as_json:
         print(json.dumps(asdict(answer), indent=1))
     else:
-        print(_words(answer.answer))
+        print(_words(answer.answer, answer.verify))
     return 0
 
 
-def _words(answer: str) -> str:
-    """Return an answer as it is printed, and say of an empty one that it is no mistake."""
+def _words(answer: str, verify: Mapping[str, Any] | None = None) -> str:
+    """Return an answer as it is printed, with the document's marks, and say of an empty one that it
+    is no mistake."""
     if not answer.strip():
         note("the answer is empty: the model ended it at once; ask in the document's own words")
-    return answer.strip()
+    if verify is None:
+        return answer.strip()
+    note(verdict_text(verify))
+    if verify["mode"] != "after":
+        return answer.strip()
+    colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return marked(answer, verify["choices"][0]["changed"], colours).strip()
+
+
+def verdict_text(verify: Mapping[str, Any]) -> str:
+    """Return what a verification found, as one sentence."""
+    if verify["mode"] == "document":
+        return "the document's own answer, written without a draft"
+    if (draft := verify.get("draft")) is not None:
+        return (
+            f"the document's own answer: of {draft['proposed']} tokens that the cartridge proposed "
+            f"it accepted {draft['accepted']}, in {draft['verifications']} passes"
+        )
+    (choice,) = verify["choices"]
+    if not choice["tokens"]:
+        return "there is no token that the document could accept"
+    return (
+        f"the document accepts {choice['accepted']:.0%} of {choice['tokens']} tokens (probability "
+        f"{verify['below']:g} or more); {choice['agreed']:.0%} are its own likeliest"
+    )
+
+
+def marked(answer: str, changed: Sequence[Mapping[str, Any]], colours: bool) -> str:
+    """Return an answer with the tokens that the document would have changed: red where it refuses
+    them and yellow where another is likelier; without `colours` as [token -> document's], and with
+    a ? before the arrow where the token is not refused."""
+    text, at = "", 0
+    for one in changed:
+        begin, token = one["offset"], one["token"]
+        if answer[begin : begin + len(token)] != token:  # an end token, or part of a character
+            continue
+        blank = token[: len(token) - len(token.lstrip())]
+        if colours:
+            mark = f"\x1b[{31 if one['refused'] else 33}m{token}\x1b[0m"
+        else:
+            arrow = "->" if one["refused"] else "?->"
+            mark = f"{blank}[{token.strip()} {arrow} {one['document_token'].strip() or 'the end'}]"
+        text += answer[at:begin] + mark
+        at = begin + len(token)
+    return text + answer[at:]
 
 
 def choice_text(why: Choice) -> str:
@@ -176,7 +236,7 @@ def _of_library(
     yield AskedCartridge(
         label, entry.path, _model_of(entry, spec.model, library.base), spec.generator, why,
         entry.manifest.tokens, str(source.get("run", "")), str(source.get("name", "")),
-        date_of(source),
+        date_of(source), entry.document if entry.document.is_file() else None,
     )  # fmt: skip
 
 
@@ -230,25 +290,51 @@ def _of_run(run: Path, cartridge: str, question: str) -> Iterator[AskedCartridge
 
 
 def _in_process(
-    cartridge: AskedCartridge, question: str, sampling: Sampling, seed: int
+    cartridge: AskedCartridge, question: str, sampling: Sampling, seed: int, verify: str | None
 ) -> AskedAnswer:
-    from cartridge_forge.plugins.serve.engine.in_process import local_sampler
+    from cartridge_forge.plugins.serve.engine.in_process import local_samplers
 
     model, generator = cartridge.model, cartridge.generator
+    if verify == "exact" and generator.backend != "torch":
+        raise SpecError(
+            f"--verify exact needs the embedded engine, and generator.backend is "
+            f"{generator.backend}; give --set generator.backend=torch, or --verify after"
+        )
+    document = None if verify is None else _document_of(cartridge)
     request = SampleRequest("ask", (AgentMessage("user", question),), sampling, seed)
-    with local_sampler(
+    with local_samplers(
         model.path, backend=generator.backend, dtype=model.dtype, cartridge=cartridge.file,
-        threads=max(1, (os.cpu_count() or 2) // 2), kv_gib=generator.kv_gib, date=cartridge.date,
-    ) as sampler:  # fmt: skip
-        (result,) = asyncio.run(sampler([request]))
+        document=document, threads=max(1, (os.cpu_count() or 2) // 2), kv_gib=generator.kv_gib,
+        date=cartridge.date,
+    ) as samplers:  # fmt: skip
+        result, info = _sampled(samplers["cartridge"], request, verify)
     return AskedAnswer(
-        cartridge.shown, question, result.text, result.tokens, result.finish_reason, cartridge.why
+        cartridge.shown, question, result.text, result.tokens, result.finish_reason, cartridge.why,
+        info,
+    )  # fmt: skip
+
+
+def _sampled(
+    sampler: TokenSampler, request: SampleRequest, verify: str | None
+) -> tuple[SampleResult, dict[str, Any] | None]:
+    """Return the answer of a cartridge's sampler, and how its document verified it."""
+    from cartridge_forge.plugins.serve.engine.in_process import DOCUMENT
+    from cartridge_forge.plugins.serve.engine.verification import ServedDocument, verified_answer
+
+    if verify is None:
+        (result,) = asyncio.run(sampler([request]))
+        return result, None
+    ids = sampler.conversation.head(DOCUMENT)
+    document, below = ServedDocument(ids, document_ref(ids)), VerifySpec().below
+    result, info = asyncio.run(
+        verified_answer(sampler, request, document, verify == "exact", below)
     )
+    return result, info.plain()
 
 
 def _sides(
     cartridge: AskedCartridge, question: str | None, compare: bool, sampling: Sampling, seed: int,
-    as_json: bool,
+    as_json: bool, verify: str | None,
 ) -> int:  # fmt: skip
     """Answer the question, or the lines of a chat until an empty one, by every arm."""
     from cartridge_forge.learning.model.loading import load_tokenizer
@@ -257,7 +343,7 @@ def _sides(
     if cartridge.why is not None:
         note(f"{cartridge.shown}: {choice_text(cartridge.why)}")
     model, generator = cartridge.model, cartridge.generator
-    document = _document_of(cartridge) if compare else None
+    document = _document_of(cartridge) if compare or verify else None
     sizes = {"none": 0, "cartridge": cartridge.tokens}
     if document is not None:
         sizes["document"] = len(load_tokenizer(model.path)(document).input_ids)
@@ -273,10 +359,12 @@ def _sides(
             for arm, sampler in arms.items():
                 messages = (*history[arm], AgentMessage("user", line))
                 start = time.perf_counter()
-                (one,) = asyncio.run(sampler([SampleRequest("ask", messages, sampling, seed)]))
+                request = SampleRequest("ask", messages, sampling, seed)
+                checks = verify if arm == "cartridge" else None
+                one, info = _sampled(sampler, request, checks)
                 seconds = time.perf_counter() - start
                 history[arm] = (*messages, AgentMessage("assistant", one.text))
-                answers.append(ArmAnswer(arm, sizes[arm], one.text.strip(), one.tokens, seconds))
+                answers.append(ArmAnswer(arm, sizes[arm], one.text, one.tokens, seconds, info))
             _print_sides(answers, as_json)
     return 0
 
@@ -297,29 +385,32 @@ def _print_sides(answers: Sequence[ArmAnswer], as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(one) for one in answers], indent=1))
     elif len(answers) == 1:
-        print(_words(answers[0].answer))
+        print(_words(answers[0].answer, answers[0].verify))
     else:
         for one in answers:
             cost = f"{one.prefix_tokens:,} tokens before it, {one.tokens} written"
-            print(f"{one.arm}  ({cost}, {one.seconds:.1f} s)\n  {one.answer}\n")
+            answer = one.answer.strip() if one.verify is None else _words(one.answer, one.verify)
+            print(f"{one.arm}  ({cost}, {one.seconds:.1f} s)\n  {answer}\n")
 
 
 def _document_of(cartridge: AskedCartridge) -> str:
     """Return the text that a cartridge replaces. Raises DataError where its run or that run's
     documents are not there any more, or are others."""
-    run = Path(cartridge.run)
-    runs = [run] if run.is_absolute() else sorted(Path("runs").glob(f"*/{cartridge.run}"))
-    if not cartridge.run or not runs or not (runs[0] / "spec.yaml").is_file():
+    if cartridge.document is not None:
+        return cartridge.document.read_text(encoding="utf-8")
+    try:
+        return document_of_source({"run": cartridge.run, "name": cartridge.name}, cartridge.shown)
+    except DataError as error:
         raise DataError(
-            f"the run of {cartridge.shown} is not under runs: --beside reads the document of a "
-            "run; name it by --run RUN"
-        )
-    return document_of(runs[0], cartridge.name)
+            f"{error}; name the run by --run RUN, or give the text: forge cartridges document "
+            f"{cartridge.shown} FILE"
+        ) from error
 
 
 def _by_server(
-    url: str, key_env: str | None, cartridge: str, question: str, sampling: Sampling, seed: int
-) -> AskedAnswer:
+    url: str, key_env: str | None, cartridge: str, question: str, sampling: Sampling, seed: int,
+    verify: str | None,
+) -> AskedAnswer:  # fmt: skip
     import httpx2
 
     if key_env is not None and not secret_text(key_env):
@@ -329,6 +420,8 @@ def _by_server(
         "model": AUTO, "messages": [{"role": "user", "content": question}], "seed": seed,
         "max_tokens": sampling.max_tokens, "temperature": sampling.temperature,
     }  # fmt: skip
+    if verify is not None:
+        body["forge"] = {"verify": True if verify == "exact" else verify}
     try:
         with httpx2.Client(base_url=url, headers=headers, timeout=ANSWER_SECONDS) as client:
             if cartridge != AUTO:
@@ -340,7 +433,7 @@ def _by_server(
         return AskedAnswer(
             f"{named['name']}@{named['version']}", question, choice["message"]["content"],
             reply["usage"]["completion_tokens"], choice["finish_reason"],
-            None if why is None else Choice(named["name"], **why),
+            None if why is None else Choice(named["name"], **why), forge.get("verify"),
         )  # fmt: skip
     except httpx2.HTTPError as error:
         raise RunError(f"no answer from {url}: {error}; is `forge serve` running there?") from error

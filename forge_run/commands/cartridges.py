@@ -46,6 +46,17 @@ def words(*, cartridge: str, files: Sequence[Path], **where: Any) -> int:
     return 0
 
 
+def document(*, cartridge: str, file: Path, **where: Any) -> int:
+    """Give a version the text that it replaces, for the verification of its answers. Raises
+    DataError."""
+    library = _library(**where)
+    entry = library.get(parse_cartridge(cartridge))
+    (text,) = read_documents([str(file)]).documents
+    library.keep_document(entry, text.text)
+    print(f"{_shown(entry)}: a document of {len(text.text):,} characters")
+    return 0
+
+
 def sync(*, runs: Path, **where: Any) -> int:
     """Add the cartridges of every finished run. Raises DataError for a missing directory."""
     if not runs.is_dir():

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,18 +33,27 @@ from cartridge_forge.plugins.serve.spec import (
     ServeSpec,
     load_serve,
 )
-from cartridge_forge.plugins.statistics.formatting import TableSection, facts, lines
+from cartridge_forge.plugins.statistics.formatting import TableSection, bytes_text, facts, lines
 from cartridge_forge.plugins.wire.listening import listen
+from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.secrets import secret_text
 from cartridge_forge.protocols.spec.errors import SpecProblem, combined
 from cartridge_forge.protocols.spec.loading import LoadedFile
+from cartridge_forge.protocols.spec.model import VALUE_BYTES, ShapeSpec, model_shape
 from cartridge_forge.services.forkserver.client import fork_server
 
 if TYPE_CHECKING:
+    from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
     from cartridge_forge.plugins.serve.access.keys import ApiKey
     from cartridge_forge.plugins.serve.metrics import ServingMetrics
+    from cartridge_forge.plugins.serve.verification_cost import (
+        DraftGain,
+        MachinePeaks,
+        ServedLoad,
+    )
 
 STOP_SECONDS = 8.0
+LAYER_SECONDS = 4e-4  # of a layer's pass on a CPU beyond FLOPs and bytes (studies/verified)
 NO_SECRET = "is not in the environment, and the server reads it there"
 EVERYTHING = "key_env"  # the name of that key in the audit log
 
@@ -110,8 +120,11 @@ def plan(loaded: LoadedFile[ServeSpec]) -> list[TableSection]:
             f"{http.deadline_s:g} s each at most",
         ),
         ("library", spec.library),
+        ("verification", _verification(spec, base)),
     ]
     sections = [facts(f"serve {spec.name}", rows)]
+    if (gains := gain_table(spec)) is not None:
+        sections.append(gains)
     if Path(spec.library).is_dir():
         library = CartridgeStore(Path(spec.library), base)
         entries = tuple((n, ", ".join(map(str, library.versions(n)))) for n in library.names())
@@ -120,6 +133,61 @@ def plan(loaded: LoadedFile[ServeSpec]) -> list[TableSection]:
     if faults := unmet(loaded):
         sections.append(lines("cannot serve here yet", (fault.text for fault in faults)))
     return sections
+
+
+def _verification(spec: ServeSpec, base: BaseModelInfo) -> str:
+    """Return what is configured of it, and how many tokens of documents a generator keeps."""
+    verify = spec.verify
+    mode = str(verify.mode).lower() if verify.mode else "where a request asks for it"
+    if spec.generator.backend != "torch":
+        return f"{mode}; documents' KV is in the paged memory (generator.kv_gib)"
+    token = 2 * base.layers * base.kv_heads * base.head_dim * VALUE_BYTES[spec.model.dtype]
+    return (
+        f"{mode}; {bytes_text(verify.max_kv_bytes)} of documents' KV in each generator, "
+        f"{bytes_text(token)} a token: {verify.max_kv_bytes // token:,} tokens"
+    )
+
+
+PLANNED = (2_000, 8_000, 32_000)  # tokens of documents
+STREAMS = (1, 16, 64)
+ACCEPTED = (0.7, 0.9)  # shares of the proposed tokens
+PLANNED_CARTRIDGE, PLANNED_OWN = 512, 256  # tokens
+
+
+def gain_table(spec: ServeSpec) -> TableSection | None:
+    """Return how many times as fast as the document alone a drafted answer is by the cost model, on
+    this machine and on an H200: streams each over a document of its own. None for a model of
+    another shape."""
+    from cartridge_forge.plugins.serve.verification_cost import H200, ServedLoad, best_draft
+
+    shape = _shape_of(spec)
+    if shape is None:
+        return None
+    machine = machine_peaks(shape.layers)
+    rows = []
+    for document in PLANNED:
+        for streams in STREAMS:
+            load = ServedLoad(streams, streams, document, PLANNED_CARTRIDGE, PLANNED_OWN)
+            gains = [
+                best_draft(shape, size, peaks, load, accepted)
+                for peaks, size in ((machine, VALUE_BYTES[spec.model.dtype]), (H200, 2))
+                for accepted in ACCEPTED
+            ]
+            cells = [f"{one.gain:.2f}x{'' if one.pays else ', does not pay'}" for one in gains]
+            rows.append((f"{document:,}", str(streams), *cells))
+    heads = ("document", "streams", *(
+        f"{peaks}, {accepted:.0%} accepted" for peaks in (machine.name, H200.name)
+        for accepted in ACCEPTED
+    ))  # fmt: skip
+    title = f"where verify: true pays, cartridges of {PLANNED_CARTRIDGE} tokens"
+    return TableSection(title, heads, tuple(rows))
+
+
+def _shape_of(spec: ServeSpec) -> ShapeSpec | None:
+    try:
+        return model_shape(spec.model)
+    except SpecError:
+        return None
 
 
 def unmet(loaded: LoadedFile[ServeSpec]) -> list[SpecProblem]:
@@ -168,6 +236,31 @@ def hub_token(hub: HubSpec | None) -> str | None:
     return secret_text(hub.token_env) if hub and hub.token_env else None
 
 
+def draft_gain(spec: ServeSpec) -> Callable[[ServedLoad, float], DraftGain] | None:
+    """Return what a draft gains on this machine, whose ceilings are measured at the first call;
+    None for a model of another shape than Llama's."""
+    from cartridge_forge.plugins.serve.verification_cost import best_draft
+
+    shape = _shape_of(spec)
+    if shape is None:
+        return None
+    measured = cache(partial(machine_peaks, shape.layers))
+
+    def gain(load: ServedLoad, accepted: float) -> DraftGain:
+        return best_draft(shape, VALUE_BYTES[spec.model.dtype], measured(), load, accepted)
+
+    return gain
+
+
+def machine_peaks(layers: int) -> MachinePeaks:
+    """Return the ceilings of this machine's processor for a model of so many layers."""
+    from cartridge_forge.forge_run.plan.calibration import host_peaks
+    from cartridge_forge.plugins.serve.verification_cost import MachinePeaks
+
+    peaks = host_peaks()
+    return MachinePeaks(peaks.name, peaks.flops, peaks.bandwidth, LAYER_SECONDS * layers)
+
+
 class ServeProcess:
     """Run one server. `signal` is the signal that ended it; `cut_off` is set when the generators
     did not end in time. `ready` returns once processes can start."""
@@ -201,6 +294,7 @@ class ServeProcess:
                 spec.model, spec.generator, spec.roles.generator, texts.documents, end_ids,
                 health=spec.health, spawn_timeout_s=spec.spawn_timeout_s,
                 call_timeout_s=spec.http.deadline_s, spares=spec.spares, note=self._note,
+                max_kv_bytes=spec.verify.max_kv_bytes,
             )  # fmt: skip
             try:
                 if await self._first(service.ready()):
@@ -240,7 +334,8 @@ class ServeProcess:
                 http=http, held_cartridges=spec.held_cartridges,
                 api_keys=api_keys(http),
                 draining=self._signalled.is_set, hub=spec.hub,
-                hub_token=hub_token(spec.hub),
+                hub_token=hub_token(spec.hub), verify=spec.verify,
+                drafts=spec.generator.backend == "torch", draft_gain=draft_gain(spec),
             )
         )  # fmt: skip
         self._metrics = built.handler.metrics

@@ -30,7 +30,6 @@ from cartridge_forge.plugins.cluster.manifests.sizing import (
     ModelSize,
     checkpoint_bytes,
     known_size,
-    matmul_parameters,
     model_size,
     published_bytes,
     tensor_parallel,
@@ -49,7 +48,12 @@ from cartridge_forge.plugins.statistics.formatting import (
 )
 from cartridge_forge.protocols.layout import CartridgeLayout, length_warning
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.spec.model import VALUE_BYTES, ShapeSpec, model_shape
+from cartridge_forge.protocols.spec.model import (
+    VALUE_BYTES,
+    ShapeSpec,
+    matmul_parameters,
+    model_shape,
+)
 from cartridge_forge.protocols.spec.yaml_source import SourceLocation
 
 AT_RUN_TIME = "measured at run time"

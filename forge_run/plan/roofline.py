@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cartridge_forge.plugins.cluster.manifests.sizing import (
+from cartridge_forge.protocols.spec.model import (
+    ShapeSpec,
     body_parameters,
     head_parameters,
     kv_values_per_token,
     matmul_parameters,
 )
-from cartridge_forge.protocols.spec.model import ShapeSpec
 
 MFU = 0.5  # share of peak FLOP/s that large matrix products reach in practice
 

@@ -3,6 +3,7 @@
     library/patient_01/3/cartridge.safetensors    a cartridge in format `registry.formats.forge`
     library/patient_01/3/manifest.json
     library/patient_01/3/terms.json               the words of its text, if known (registry.terms)
+    library/patient_01/3/document.txt             its text, if it was given
     library/patient_01/last                       the newest version that ever existed
     library/patient_01/tags/best                  the version with the tag `best`
 
@@ -50,13 +51,14 @@ from cartridge_forge.protocols.files import flush, write_atomically
 from cartridge_forge.protocols.records.run_files import TERMS
 
 LAST, INCOMING, TAGS = "last", ".incoming", "tags"
+DOCUMENT = "document.txt"
 ABANDONED_SECONDS = 3600
 
 
 @dataclass(frozen=True)
 class CartridgeVersion:
-    """Hold a version's manifest, the path of its file, and that of its text's terms, which need not
-    be there."""
+    """Hold a version's manifest, the path of its file, and those of its text and of the text's
+    terms, which need not be there."""
 
     manifest: CartridgeManifest
     path: Path
@@ -68,6 +70,10 @@ class CartridgeVersion:
     @property
     def terms(self) -> Path:
         return self.path.parent / TERMS
+
+    @property
+    def document(self) -> Path:
+        return self.path.parent / DOCUMENT
 
 
 class CartridgeStore:
@@ -213,6 +219,10 @@ class CartridgeStore:
     def describe(self, entry: CartridgeVersion, passages: Passages) -> None:
         """Set the terms of a version's passages, for the router."""
         write_terms(entry.terms, {entry.manifest.name: passages})
+
+    def keep_document(self, entry: CartridgeVersion, text: str) -> None:
+        """Set the text that a version replaces, for the verification of its answers."""
+        write_atomically(entry.document, text)
 
     def passages(self, entry: CartridgeVersion) -> Passages:
         """Return the terms of a version's passages; none where its text is not known."""

@@ -10,8 +10,9 @@ from typing import Protocol
 from cartridge_forge.plugins.library.store import CartridgeStore
 from cartridge_forge.plugins.serve.access.keys import ApiKey
 from cartridge_forge.plugins.serve.request import ServingRequest, StrategyRequest
-from cartridge_forge.plugins.serve.spec import HttpSpec, HubSpec
+from cartridge_forge.plugins.serve.spec import HttpSpec, HubSpec, VerifySpec
 from cartridge_forge.plugins.serve.tokenization import Tokenization
+from cartridge_forge.plugins.serve.verification_cost import DraftGain, ServedLoad
 from cartridge_forge.plugins.strategies.problem import StrategyCost, StrategyResult
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef
 from cartridge_forge.protocols.streams import TokenChunk
@@ -77,7 +78,9 @@ class RequestLimits:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Hold the parts of a server. Without `api_keys` requests need no API key."""
+    """Hold the parts of a server. Without `api_keys` requests need no API key. `drafts` tells
+    whether the generators verify drafts, `draft_gain` what one gains of these rows and this share
+    accepted (`verification_cost`), None where nothing is known of the model's shape."""
 
     model: str
     backend: Backend
@@ -92,3 +95,6 @@ class ServerConfig:
     draining: Callable[[], bool] = lambda: False
     hub: HubSpec | None = None
     hub_token: str | None = field(default=None, repr=False)
+    verify: VerifySpec = field(default_factory=VerifySpec)
+    drafts: bool = True
+    draft_gain: Callable[[ServedLoad, float], DraftGain] | None = None

@@ -123,13 +123,18 @@ class Detokenizer:
                 text += self._filter.feed(self._text.add(token.id))
         return TextPiece(text, self._sent_tokens())
 
+    def rest_of(self, completion: Completion) -> TextPiece:
+        """Return the piece that the tokens of a whole response complete, without its end."""
+        return self.feed(
+            TokenChunk(
+                completion.request_id, 0, completion.token_ids, completion.logprobs,
+                completion.top_logprobs,
+            )
+        )  # fmt: skip
+
     def finish(self, completion: Completion) -> TextPiece:
         """Return the rest of the response, with the finish reason "stop" or "length"."""
-        chunk = TokenChunk(
-            completion.request_id, 0, completion.token_ids, completion.logprobs,
-            completion.top_logprobs,
-        )  # fmt: skip
-        text, tokens = (piece := self.feed(chunk)).text, piece.tokens
+        text, tokens = (piece := self.rest_of(completion)).text, piece.tokens
         if self._filter.cut is not None:
             return TextPiece(text, tokens, "stop", stop=self._filter.stop)
         text += self._filter.feed(self._text.rest()) + self._filter.flush()

@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,12 +32,19 @@ from cartridge_forge.plugins.serve.apis.hub import HubCartridges
 from cartridge_forge.plugins.serve.apis.tokasaurus import CartridgeFields
 from cartridge_forge.plugins.serve.backend import ServerConfig
 from cartridge_forge.plugins.serve.detokenizer import Detokenizer, TextPiece
-from cartridge_forge.plugins.serve.errors import ApiError
+from cartridge_forge.plugins.serve.engine.resident_cartridges import ResidentCartridges
+from cartridge_forge.plugins.serve.engine.verification import (
+    VERIFY_HEADER,
+    AnswerVerifier,
+    VerifyPlan,
+    header_of,
+    scoring_request,
+)
+from cartridge_forge.plugins.serve.errors import ApiError, refusing
 from cartridge_forge.plugins.serve.metrics import ServingMetrics
 from cartridge_forge.plugins.serve.middleware import end
 from cartridge_forge.plugins.serve.request import ServingRequest, StrategyRequest, requests_of
 from cartridge_forge.plugins.serve.request_parsing import RequestParser
-from cartridge_forge.plugins.serve.resident_cartridges import ResidentCartridges
 from cartridge_forge.plugins.serve.responses import unsaid
 from cartridge_forge.plugins.serve.structured.call_reading import (
     CalledTools,
@@ -85,6 +92,7 @@ class RequestHandler:
         )
         self.cartridges = ResidentCartridges(config.backend, config.held_cartridges)
         self.hub = HubCartridges(config.hub, config.hub_token, config.library)
+        self.verifier = AnswerVerifier(config)
         # One thread: a tokenizer is not thread-safe, and its work must not hold the event loop up.
         self.parsing = ThreadPoolExecutor(1, "parsing")
 
@@ -124,7 +132,17 @@ class RequestHandler:
             if request.routed is not None:
                 self.metrics.routed(request.routed.entry.manifest.name)
             prefix = composed_ref(parts) if parts else NOTHING if request.echo else BARE
-            answering = AnswerContext(self, request, prefix, stack.pop_all(), deadline, reserved)
+            plan = None
+            if request.verify is not None:
+                with refusing(400, "forge.verify", "document_unknown"):
+                    async with asyncio.timeout_at(deadline):
+                        plan = await loop.run_in_executor(
+                            self.parsing, self.verifier.plan, request, prefix,
+                            self.admission.pending,
+                        )  # fmt: skip
+            answering = AnswerContext(
+                self, request, prefix, stack.pop_all(), deadline, reserved, plan
+            )
         if request.strategy is None:
             answering.sample()
         return answering
@@ -134,7 +152,9 @@ class RequestHandler:
         most, strategy = request.sampling.max_tokens, request.strategy
         if strategy is None:
             read = request.n * request.prompt_tokens
-            return RequestCost(request.responses, read + request.responses * most)
+            once = RequestCost(request.responses, read + request.responses * most)
+            # A verified request is read twice: over the cartridge, and over the document.
+            return once if request.verify is None else replace(once, tokens=2 * once.tokens)
         with self.api_errors("forge.options"):
             cost = self.config.strategies.cost(strategy)
         sequences, responses, again, words = (min(n, UNCOUNTED) for n in astuple(cost))
@@ -207,8 +227,9 @@ class AnswerContext:
         stack: AsyncExitStack,
         deadline: float,
         reserved: TokenReservation,
+        plan: VerifyPlan | None = None,
     ) -> None:
-        self.request, self.created = request, int(time.time())
+        self.request, self.created, self._plan = request, int(time.time()), plan
         self.usage = usage(request.prompt_tokens, 0)
         self.completions: Sequence[Completion] = ()
         used = [
@@ -240,15 +261,24 @@ class AnswerContext:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return the header that names the cartridges before the prompt, {} for none."""
+        """Return the header that names the cartridges before the prompt, {} for none, and the one
+        that tells how their document verified the reply: all of it once the reply is whole."""
         used = [f"{name}@{version}" for name, version in (e.key for e in self.request.entries)]
-        return {CARTRIDGE_HEADER: ",".join(used)} if used else {}
+        named = {CARTRIDGE_HEADER: ",".join(used)} if used else {}
+        if self._plan is not None:
+            named[VERIFY_HEADER] = header_of(self._plan, self.forge.verify)
+        return named
 
     def sample(self) -> None:
         """Ask the generators for the responses, before the reply begins."""
         request, on_tokens = self.request, self._tokens.put_nowait
         self._begun = time.monotonic()
-        self._calls = requests_of(request, self._prefix)
+        plan = self._plan
+        if plan is None or plan.mode == "after":
+            self._calls = requests_of(request, self._prefix)
+        else:
+            document = plan.document
+            self._calls = requests_of(request, document.ref, document.ids, plan.draft)
         backend = self._handler.config.backend
         work = backend.generate(self._calls, on_tokens if request.stream else None)
         self._work = asyncio.create_task(work)
@@ -304,11 +334,42 @@ class AnswerContext:
                 )
         if request.sampling.max_tokens == 0:
             self.completions = [unsaid(c) for c in self.completions]
-        last = [text.finish(c) for text, c in zip(texts, self.completions, strict=True)]
         self._count(request.prompt_tokens, sum(len(c.token_ids) for c in self.completions))
+        ended = zip(texts, self.completions, strict=True)
+        if self._plan is not None:
+            last = []
+            for choice, (text, completion) in enumerate(ended):
+                # Their text is told before the document's word on it.
+                piece = text.rest_of(completion)
+                if piece.text or piece.tokens:
+                    yield choice, with_calls(called[choice], piece) if called else piece
+            await self._verify(self._plan)
+            ended = zip(texts, self.completions, strict=True)
+        last = [text.finish(c) for text, c in ended]
         for choice, piece in enumerate(last):
             yield choice, with_calls(called[choice], piece) if called else piece
         handler.metrics.called(sum(reader.whole for reader in called))
+
+    async def _verify(self, plan: VerifyPlan) -> None:
+        """Set `forge.verify`: of the document's own answer its draft, of a cartridge's the
+        document's word on it."""
+        handler, scored = self._handler, list[Completion]()
+        if plan.mode == "after":
+            calls = [
+                scoring_request(call, completion.token_ids, plan.document)
+                for call, completion in zip(self._calls, self.completions, strict=True)
+                if completion.token_ids
+            ]
+            with handler.api_errors():
+                async with asyncio.timeout_at(self._deadline):
+                    scored = await handler.config.backend.generate(calls) if calls else []
+            for completion in scored:
+                if completion.finish_reason in ("error", "cancelled"):
+                    why = completion.error or "the generators ended it"
+                    raise ApiError(503, f"an answer could not be verified: {why}", code="refused")
+        info = handler.verifier.info(plan, self.completions, scored)
+        self.forge = self.forge.model_copy(update={"verify": info})
+        handler.metrics.verified(info)
 
     def _call_readers(self) -> list[CallReader]:
         """Return a reader of calls for each response, none where no tools are offered."""

@@ -7,6 +7,8 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from cartridge_forge.plugins.wire.openai_chat import VerifyInfo
+
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
@@ -42,6 +44,11 @@ class ServingMetrics:
         self._routed = counter(
             "forge_serve_routed", "Requests for auto, by the cartridge chosen.", ["cartridge"]
         )
+        self._verified = counter(
+            "forge_serve_verified_tokens",
+            "Tokens that documents verified, by mode (after, exact) and whether they stayed.",
+            ["mode", "accepted"],
+        )
         self._calls = counter("forge_serve_tool_calls", "Calls of tools in responses.")
         self._lost = counter(
             "forge_serve_replicas_lost",
@@ -69,6 +76,18 @@ class ServingMetrics:
 
     def routed(self, cartridge: str) -> None:
         self._routed.labels(cartridge).inc()
+
+    def verified(self, info: VerifyInfo) -> None:
+        """Count the tokens of a verified reply: those scored of `after`, those proposed of
+        `exact`."""
+        accepted = tokens = 0
+        for choice in info.choices or ():
+            tokens += choice.tokens
+            accepted += round((choice.accepted or 0.0) * choice.tokens)
+        if info.draft is not None:
+            tokens, accepted = info.draft.proposed, info.draft.accepted
+        self._verified.labels(info.mode, "yes").inc(accepted)
+        self._verified.labels(info.mode, "no").inc(tokens - accepted)
 
     def called(self, calls: int) -> None:
         self._calls.inc(calls)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from cartridge_forge.plugins.library.store import CartridgeVersion
 from cartridge_forge.plugins.serve.routing import RoutedChoice
@@ -14,8 +14,16 @@ from cartridge_forge.plugins.serve.structured.tools import ToolOffer
 from cartridge_forge.plugins.serve.tokenization import TokenizedPrompt
 from cartridge_forge.protocols.grammar import ResponseGrammar
 from cartridge_forge.protocols.records.run_files import date_of
-from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling, StopCondition
+from cartridge_forge.protocols.step import (
+    Draft,
+    GenerateRequest,
+    PrefixRef,
+    Sampling,
+    StopCondition,
+)
 from cartridge_forge.protocols.teacher_replay import AgentMessage
+
+VerifyMode = Literal["after", "exact", "auto"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,8 @@ class ServingRequest:
     returned. `entries` are the cartridges in the order of their composition, empty for the bare
     model; `routed` tells how the router chose the only one. With a strategy, which reads
     `messages`, there is one prompt and one response. `tools` are those that responses may call.
-    Where prompts are echoed `sampling.max_tokens` may be 0: then nothing is sampled."""
+    Where prompts are echoed `sampling.max_tokens` may be 0: then nothing is sampled. `verify` tells
+    how the document of the only cartridge verifies the responses, None: not at all."""
 
     id: str
     model: str
@@ -52,6 +61,7 @@ class ServingRequest:
     strategy: StrategyRequest | None = None
     grammar: ResponseGrammar | None = None
     tools: ToolOffer | None = None
+    verify: VerifyMode | None = None
 
     @property
     def echo(self) -> bool:
@@ -71,7 +81,12 @@ class ServingRequest:
         return sum(entry.manifest.tokens for entry in self.entries)
 
 
-def requests_of(request: ServingRequest, prefix: PrefixRef) -> list[GenerateRequest]:
+def requests_of(
+    request: ServingRequest,
+    prefix: PrefixRef,
+    document_ids: tuple[int, ...] = (),
+    draft: Draft | None = None,
+) -> list[GenerateRequest]:
     """Return one request for each response, ordered by prompt."""
     offer = request.tools
     after_one = (offer.form.end,) if offer and offer.most and offer.form.end else ()
@@ -91,6 +106,8 @@ def requests_of(request: ServingRequest, prefix: PrefixRef) -> list[GenerateRequ
             until=until,
             grammar=request.grammar,
             logprobs=request.top_logprobs is not None,
+            document_ids=document_ids,
+            draft=draft,
         )
         for p, prompt in enumerate(request.prompts)
         for i in range(request.n)

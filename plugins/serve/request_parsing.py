@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -32,6 +32,7 @@ from cartridge_forge.plugins.serve.errors import ApiError, bad_request, refusing
 from cartridge_forge.plugins.serve.request import (
     ServingRequest,
     StrategyRequest,
+    VerifyMode,
     chat_date,
     drawn_seed,
 )
@@ -56,6 +57,9 @@ DEFAULT_TOKENS = 16  # of a completion, OpenAI's default
 GENERAL = "general"  # the default form of answers
 NO_OPTIONS = ForgeOptions.model_validate({})
 Entries = tuple[CartridgeVersion, ...]
+_MODES: Mapping[bool | str, VerifyMode | None] = {
+    True: "exact", False: None, "after": "after", "auto": "auto",
+}  # fmt: skip
 
 
 class RequestParser:
@@ -67,6 +71,7 @@ class RequestParser:
         self.model, self._limits = config.model, config.limits
         self._texts, self._library = config.texts, config.library
         self._strategies, self._caller, self._hub = config.strategies, caller, config.hub
+        self._verify, self._drafts = config.verify, config.drafts
         self.router = CartridgeRouter(config.library, caller.may_use)
 
     def chat(self, body: ChatRequest) -> ServingRequest:
@@ -74,7 +79,8 @@ class RequestParser:
         name = self._name(body.model, forge)
         entries, routed = self._entries(name, forge, _question(body))
         request = _with_fingerprint(self._chat(body, entries), body)
-        return replace(self._with_strategy(request, name, forge), routed=routed)
+        request = replace(self._with_strategy(request, name, forge), routed=routed)
+        return self._with_verify(request, forge)
 
     def completion(self, body: CompletionRequest) -> ServingRequest:
         forge = body.forge or NO_OPTIONS
@@ -86,7 +92,8 @@ class RequestParser:
                 "forge.strategy",
             )
         entries, routed = self._entries(name, forge, _question(body))
-        return replace(_with_fingerprint(self._completion(body, entries), body), routed=routed)
+        request = replace(_with_fingerprint(self._completion(body, entries), body), routed=routed)
+        return self._with_verify(request, forge)
 
     def cartridge_chat(self, body: CartridgeChatRequest) -> ServingRequest:
         """Parse a chat of Tokasaurus' route, which ignores the name of the model."""
@@ -364,6 +371,34 @@ class RequestParser:
             name.strategy, forge.options or {}, forge.form or GENERAL, forge.budget
         )
         return replace(request, strategy=chosen)
+
+    def _with_verify(self, request: ServingRequest, forge: ForgeOptions) -> ServingRequest:
+        """Attach how the document verifies. Raises for requests that it cannot verify; where the
+        request does not ask for it these are served as without it."""
+        explicit = forge.verify is not None
+        mode = _MODES[forge.verify if forge.verify is not None else self._verify.mode]
+        why = ""
+        if mode is None:
+            return request
+        if len(request.entries) != 1:
+            why = (
+                "needs one cartridge, whose document verifies, and the request names "
+                f"{len(request.entries) or 'none'}; name one"
+            )
+        elif request.strategy is not None:
+            why = "is not served with a strategy, which writes prompts of its own; leave one out"
+        elif request.echo:
+            why = "is not served with echo; leave one out"
+        elif mode != "after" and (request.tools is not None or request.grammar is not None):
+            why = "true and auto are not served with tools or a response_format; ask for after"
+        elif mode == "exact" and not self._drafts:
+            why = (
+                "true needs the embedded engine, which verifies drafts, and generator.backend is "
+                "vllm; ask for auto (the document's answer without a draft) or after"
+            )
+        if why and explicit:
+            raise bad_request(f"forge.verify {why}", "forge.verify", "not_verifiable")
+        return request if why else replace(request, verify=mode)
 
     def _too_many(self) -> ApiError:
         return bad_request(

@@ -180,6 +180,29 @@ class HubSpec(SpecSection):
         return open_url(value, "https://huggingface.co", "give a token by token_env")
 
 
+class VerifySpec(SpecSection):
+    """Configure how documents verify the answers of their cartridges."""
+
+    mode: Literal[True, False, "after", "auto"] = Field(
+        default=False,
+        description="for requests that say nothing (forge.verify): after scores the cartridge's "
+        "answer by its document; true gives the document's own answer, whose tokens the cartridge "
+        "proposes; auto the same, proposed only where that pays",
+    )
+    below: float = Field(
+        default=0.05,
+        gt=0,
+        lt=1,
+        description="after: a token to which the document gives less than this probability is told "
+        "as refused",
+    )
+    max_kv_bytes: int = Field(
+        default=1024**3,
+        ge=1,
+        description="document KV kept by one generator, bytes; the least recently used goes first",
+    )
+
+
 class ServeSpec(SpecSection):
     """Configure a server with its generators, `meshes/serve.yaml`."""
 
@@ -209,6 +232,9 @@ class ServeSpec(SpecSection):
     )
     held_cartridges: int = Field(
         default=16, ge=1, description="cartridge versions that the generators keep in memory"
+    )
+    verify: VerifySpec = Field(
+        default=VerifySpec(), description="how documents verify the answers of their cartridges"
     )
     max_tokens: int = Field(default=1024, ge=1, description="most tokens of one response")
     context_tokens: int | None = Field(

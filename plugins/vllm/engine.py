@@ -126,7 +126,7 @@ class VllmEngine:
             salt = cache_salt(parts, key if request.prompt_logprobs else "")
         else:
             name = prefix.name.partition("/")[2]
-            prefix_ids = context_ids(self._documents, name)
+            prefix_ids = request.document_ids or context_ids(self._documents, name)
             require_ids(prefix_ids, self._vocabulary, f"document {name}")
         ids = [*prefix_ids, *request.prompt_ids]
         if len(ids) + request.sampling.max_tokens > self._max_tokens:

@@ -100,8 +100,12 @@ class ServedStreamOptions(StreamOptions, RequestPart):
     include_obfuscation: Literal[False] | None = Field(None, description="not served")
 
 
+Verify = Literal[True, False, "after", "auto"]
+
+
 class ForgeOptions(RequestPart):
-    """Read the extension field `forge`: which cartridges, and which strategy to answer with."""
+    """Read the extension field `forge`: which cartridges, which strategy to answer with, and
+    whether the document verifies the answer."""
 
     cartridge: CartridgeText | None = Field(None, description="NAME, NAME@3, NAME@latest, or auto")
     cartridges: list[CartridgeText] | None = Field(
@@ -113,6 +117,12 @@ class ForgeOptions(RequestPart):
         None, max_length=64, description="how answers are found: general, math, rg, supergpqa"
     )
     budget: int | None = Field(None, ge=1, description="most tokens that the strategy may sample")
+    verify: Verify | None = Field(
+        None,
+        description="true: the document's own answer, of tokens that the cartridge proposes; auto: "
+        "the same, proposed only where that pays; after: the cartridge's answer, scored by its "
+        "document; default: verify.mode of the server",
+    )
 
 
 class StructuredOutputs(RequestPart):
@@ -262,6 +272,52 @@ class StrategyInfo(ResponsePart):
     details: dict[str, Any] = Field(description="votes, steps with scores, populations")
 
 
+class ChangedToken(ResponsePart):
+    """Describe a token of an answer where the document's likeliest token is another one, or to
+    which the document gives less than the threshold."""
+
+    index: int = Field(description="of the answer's tokens, from 0")
+    offset: int = Field(description="character of the answer at which it begins")
+    token: str
+    probability: float = Field(description="that the document gives it, at temperature 1")
+    document_token: str = Field(description="the document's likeliest token in its place")
+    document_probability: float
+    refused: bool = Field(description="whether its probability is below the threshold")
+
+
+class CheckedChoice(ResponsePart):
+    """Hold the document's word on one choice. The shares are null for an answer of no token."""
+
+    index: int = Field(description="of the choice")
+    tokens: int = Field(description="tokens scored, an end token among them")
+    accepted: float | None = Field(description="share to which the document gives the threshold")
+    agreed: float | None = Field(description="share that is the document's likeliest token")
+    first_refused: int | None = Field(description="index of the first token below the threshold")
+    changed: list[ChangedToken]
+
+
+class DraftInfo(ResponsePart):
+    """Count the draft of all choices: tokens proposed, those of them that stayed, and the passes
+    over the document that verified them."""
+
+    block: int = Field(description="tokens proposed at a time")
+    proposed: int
+    accepted: int
+    verifications: int
+
+
+class VerifyInfo(ResponsePart):
+    """Describe how the document verified an answer: `after` scored it, `exact` accepted or replaced
+    each token of a draft, and `document` wrote it alone, as `auto` chose. An answer of the last two
+    is the document's own."""
+
+    mode: Literal["after", "exact", "document"]
+    document_tokens: int = Field(description="of the document, with the template around it")
+    below: float | None = Field(default=None, description="the threshold of after")
+    choices: list[CheckedChoice] | None = Field(default=None, description="of after")
+    draft: DraftInfo | None = Field(default=None, description="of exact")
+
+
 class ForgeExtension(ResponsePart):
     """Carry the extension field `forge` of a response."""
 
@@ -271,6 +327,9 @@ class ForgeExtension(ResponsePart):
     routed: RoutedInfo | None = Field(None, description="why `cartridge`, where `auto` was asked")
     cartridge_tokens: int = Field(description="KV positions before each prompt, 0 for none")
     strategy: StrategyInfo | None = None
+    verify: VerifyInfo | None = Field(
+        default=None, description="where a document verified the answer"
+    )
 
 
 class CompletionHead(ResponsePart):

@@ -39,6 +39,28 @@ class ShapeSpec(SpecSection):
         return value
 
 
+def body_parameters(shape: ShapeSpec) -> int:
+    """Return the weights that every token multiplies: attention and gated MLP."""
+    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    mlp = 3 * shape.hidden * shape.intermediate
+    return shape.layers * (attention + mlp)
+
+
+def head_parameters(shape: ShapeSpec) -> int:
+    """Return the weights that every predicted token multiplies: the output head."""
+    return shape.hidden * shape.vocab
+
+
+def matmul_parameters(shape: ShapeSpec) -> int:
+    """Return all weights in matrix products."""
+    return body_parameters(shape) + head_parameters(shape)
+
+
+def kv_values_per_token(shape: ShapeSpec) -> int:
+    """Return the numbers in one token's keys and values over all layers."""
+    return shape.layers * 2 * shape.kv_heads * shape.head_dim
+
+
 def _local_model(text: str, sections: Sequence[object], absolute: Absolute) -> str:
     """Return a model's directory absolute, by its path or by the name of a kept model; a hub id as
     it is. Raises SpecError for the name of no kept model."""

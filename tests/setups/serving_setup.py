@@ -78,9 +78,11 @@ class InProcess:
 
     def _build(self) -> Engine:
         home, loaded = str(self._home), model(self._home)
-        cache = DocumentKVCache(partial(document_kv, loaded), {"none": (1,)}, 2**20)
+        cache = DocumentKVCache(partial(document_kv, loaded), {"none": (1,)}, 2**24)
         known = Grammars(partial(tokenizer_of, home), self._ends)
-        engine = TorchEngine(loaded, cache.get, self._ends, text_of(home), known)
+        engine = TorchEngine(
+            loaded, cache.get, self._ends, text_of(home), known, add_document=cache.add
+        )
         step = engine.step
 
         def slowly() -> Iterator[tuple[str, TokenChunk | Completion]]:

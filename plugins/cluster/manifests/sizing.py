@@ -19,6 +19,10 @@ from cartridge_forge.protocols.spec.model import (
     VALUE_BYTES,
     ModelSpec,
     ShapeSpec,
+    body_parameters,
+    head_parameters,
+    kv_values_per_token,
+    matmul_parameters,
     model_shape,
 )
 
@@ -33,28 +37,6 @@ TRAINED_COPIES = 4  # in the backward pass their gradients as well
 LOSS_COPIES = 3  # of the logits, float32: themselves, their log-softmax and its gradient
 LOGIT_BYTES = 256 * 2**20  # a teacher's logits at a time: learning.teacher's bound
 HEADROOM = 1.25  # for the allocator's cache, and for uncounted memory
-
-
-def body_parameters(shape: ShapeSpec) -> int:
-    """Return the weights that every token multiplies: attention and gated MLP."""
-    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    mlp = 3 * shape.hidden * shape.intermediate
-    return shape.layers * (attention + mlp)
-
-
-def head_parameters(shape: ShapeSpec) -> int:
-    """Return the weights that every predicted token multiplies: the output head."""
-    return shape.hidden * shape.vocab
-
-
-def matmul_parameters(shape: ShapeSpec) -> int:
-    """Return all weights in matrix products."""
-    return body_parameters(shape) + head_parameters(shape)
-
-
-def kv_values_per_token(shape: ShapeSpec) -> int:
-    """Return the numbers in one token's keys and values over all layers."""
-    return shape.layers * 2 * shape.kv_heads * shape.head_dim
 
 
 @dataclass(frozen=True)
@@ -408,7 +390,9 @@ def controller_resources(spec: RunSpec, size: ModelSize) -> Resources:
 def server_resources(spec: ServeSpec, size: ModelSize, cartridge_tokens: int) -> Resources:
     """Return resources of a server and its generators, which are processes of the same pod."""
     role = spec.roles.generator
-    held = size.weights + spec.held_cartridges * cartridge_tokens * size.kv_token
+    verifies = spec.verify.mode and spec.generator.backend == "torch"
+    documents = spec.verify.max_kv_bytes if verifies else 0
+    held = size.weights + spec.held_cartridges * cartridge_tokens * size.kv_token + documents
     if spec.generator.backend == "vllm":
         held += round(spec.generator.kv_gib * GIB)
     processes = 2 + role.replicas + spec.spares  # and the server's and Monarch's

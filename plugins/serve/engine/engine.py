@@ -3,6 +3,9 @@
     add  -> waiting -> (a step) a new decode batch, merged into the running one
     step -> every row draws one token -> new tokens, and completions of ended rows
 
+Requests with a draft are a batch of their own, of which a step verifies one block a row
+(`learning.verified_decode`).
+
 `actors.engine_thread` calls `step`. At most `max_rows` requests are decoded at a time; others wait
 in order of arrival.
 """
@@ -21,12 +24,18 @@ from cartridge_forge.learning.cartridge import CartridgeId, Fingerprints, compos
 from cartridge_forge.learning.decode import DecodeBatch, DecodeState, new_row
 from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.stopping import Decode
+from cartridge_forge.learning.verified_decode import VerifiedBatch, VerifiedRow, check_draft
 from cartridge_forge.plugins.grammar.grammar import Grammars
-from cartridge_forge.protocols.errors import PublishError
-from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef
+from cartridge_forge.protocols.errors import DataError, PublishError
+from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef, require_ids
 from cartridge_forge.protocols.streams import TokenChunk
 
 Document = Callable[[str], Tensor]
+
+
+def no_more_documents(name: str, ids: tuple[int, ...]) -> None:
+    """Refuse a document that comes with a request. Raises DataError."""
+    raise DataError(f"this engine reads the documents it was started with alone, and not {name}")
 
 
 class PassError(Exception):
@@ -40,8 +49,8 @@ class PassError(Exception):
 
 class TorchEngine:
     """Decode requests over published cartridges and documents. `document` returns a document's own
-    KV [L, 2, H_kv, T, D]; `decode` returns the text of token ids, `grammars` compiles those of
-    requests that have one."""
+    KV [L, 2, H_kv, T, D], `add_document` gives it a further one to read; `decode` returns the text
+    of token ids, `grammars` compiles those of requests that have one."""
 
     def __init__(
         self,
@@ -51,14 +60,17 @@ class TorchEngine:
         decode: Decode,
         grammars: Grammars | None = None,
         max_rows: int = 64,
+        add_document: Callable[[str, tuple[int, ...]], None] = no_more_documents,
     ) -> None:
         self.first_token_seconds: float | None = None
         self._model, self._document, self._end_ids = model, document, end_ids
+        self._add_document = add_document
         self._decode, self._grammars, self._max_rows = decode, grammars, max_rows
         self._held: dict[CartridgeId, Tensor] = {}
         self._fingerprints = Fingerprints()
         self._waiting: deque[str] = deque()
         self._rows: dict[str, DecodeState] = {}
+        self._verified = VerifiedBatch(model, end_ids)
         self._told: dict[str, int] = {}  # streamed requests: tokens sent so far
         self._batch: DecodeBatch | None = None
         self._first_request: float | None = None
@@ -67,12 +79,18 @@ class TorchEngine:
         self, key: str, request: GenerateRequest, prefix: PrefixRef, stream: bool = False
     ) -> None:
         """Queue a request under `key`. `prefix` is its prefix, with the versions that the
-        cartridges are held under. Raises DataError for an unknown document or an invalid
-        request."""
+        cartridges are held under, and so is that of the request's draft. Raises DataError for an
+        unknown document or an invalid request."""
         row = new_row(request, self._model.vocabulary, self._decode, prefix, self._grammars)
+        check_draft(request)
         for part in prefix.parts:
             kind, _, name = part.name.partition("/")
-            if kind == "document":
+            if kind != "document":
+                continue
+            if request.document_ids:
+                require_ids(request.document_ids, self._model.vocabulary, f"document {name}")
+                self._add_document(name, request.document_ids)
+            else:
                 self._document(name)  # raises for an unknown document
         if prefix.then:
             self._model.frequencies()  # raises for a model whose keys cannot be moved
@@ -96,12 +114,17 @@ class TorchEngine:
         if self._batch is not None and self._batch.live:
             with self._pass_over(self._batch.rows):
                 self._batch.step()
+        if self._verified.live:
+            with self._pass_over([row.state for row in self._verified.rows]):
+                self._verified.step()
         self._admit()
         if self.first_token_seconds is None and self._first_request is not None:
             self.first_token_seconds = time.perf_counter() - self._first_request
         if self._batch is not None and not self._batch.live:
             self._batch = None
         yield from self._news()
+        if not self._verified.live:
+            self._verified = VerifiedBatch(self._model, self._end_ids)
 
     def hold(self, cartridges: Mapping[CartridgeId, Tensor]) -> None:
         """Load cartridges [L, 2, H_kv, P, D]. Raises PublishError, and loads none, for a shape that
@@ -131,16 +154,22 @@ class TorchEngine:
 
     def close(self) -> None:
         self._batch = None
+        self._verified = VerifiedBatch(self._model, self._end_ids)
 
     def _admit(self) -> None:
         """Start waiting requests as far as there is room."""
         running = [] if self._batch is None else self._batch.rows
-        room = self._max_rows - sum(not row.reason for row in running)
+        drafted = [row.state for row in self._verified.rows]
+        room = self._max_rows - sum(not row.reason for row in (*running, *drafted))
         new: list[DecodeState] = []
         while self._waiting and len(new) < room:
             row = self._rows.get(self._waiting.popleft())
             if row is not None and not row.reason:
                 new.append(row)
+        if verified := [row for row in new if row.request.draft is not None]:
+            with self._pass_over(verified):
+                self._verified.add([self._with_draft(row) for row in verified])
+        new = [row for row in new if row.request.draft is None]
         if not new:
             return
         with self._pass_over(new):
@@ -153,6 +182,12 @@ class TorchEngine:
                 self._batch = batch
             else:
                 self._batch.merge(batch)
+
+    def _with_draft(self, row: DecodeState) -> VerifiedRow:
+        draft = row.request.draft
+        assert draft is not None
+        row.served = ("",) * len(row.prefix.parts)
+        return VerifiedRow(row, draft.block, self._prefix(row.prefix), self._prefix(draft.prefix))
 
     @contextmanager
     def _pass_over(self, rows: Sequence[DecodeState]) -> Iterator[None]:
@@ -179,7 +214,8 @@ class TorchEngine:
             if len(row.tokens) > sent:
                 self._told[key] = len(row.tokens)
                 yield key, row.chunk(sent)
+        drafted = {id(row.state): row for row in self._verified.rows}
         for key in [key for key, row in self._rows.items() if row.reason]:
             row = self._rows.pop(key)
             self._told.pop(key, None)
-            yield key, row.completion()
+            yield key, drafted.get(id(row), row).completion()

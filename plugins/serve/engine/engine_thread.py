@@ -45,7 +45,7 @@ class Engine(Protocol):
         self, key: str, request: GenerateRequest, prefix: PrefixRef, stream: bool = False
     ) -> None:
         """Add a request. `prefix` is its prefix, of which each cartridge's version is the one that
-        it is held under. Raises DataError for a malformed request."""
+        it is held under, as is that of its draft. Raises DataError for a malformed request."""
         ...
 
     def step(self) -> Iterable[tuple[str, TokenChunk | Completion]]:
@@ -83,7 +83,7 @@ class EngineCall:
 @dataclass
 class RequestInFlight:
     future: Future[Completion]
-    prefix: PrefixRef  # as the engine has it, kept until the request ends
+    prefixes: tuple[PrefixRef, ...]  # as the engine has them, kept until the request ends
     id: str
     told: Told | None
 
@@ -274,17 +274,25 @@ class EngineThread:
     ) -> None:
         try:
             prefix = self._ledger.resolved(request.prefix)
+            prefixes = [prefix]
+            if (draft := request.draft) is not None:
+                prefixes.append(self._ledger.resolved(draft.prefix))
+                request = dataclasses.replace(
+                    request, draft=dataclasses.replace(draft, prefix=prefixes[1])
+                )
         except PublishError as error:
             future.set_result(refused(request, str(error)))
             return
         key = next(self._keys)
         self._engine.add(key, request, prefix, stream=on_tokens is not None)
-        self._running[key] = RequestInFlight(future, prefix, request.id, on_tokens)
-        self._ledger.begin(prefix)
+        self._running[key] = RequestInFlight(future, tuple(prefixes), request.id, on_tokens)
+        for one in prefixes:
+            self._ledger.begin(one)
 
     def _end(self, key: str, completion: Completion) -> None:
         ended = self._running.pop(key)
-        self._let_go(self._ledger.end(ended.prefix))
+        for prefix in ended.prefixes:
+            self._let_go(self._ledger.end(prefix))
         ended.future.set_result(completion)
 
     def _let_go(self, cartridges: Sequence[CartridgeId]) -> None:

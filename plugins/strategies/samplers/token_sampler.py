@@ -36,48 +36,54 @@ class TokenSampler:
         document: str | None,
         prefix: PrefixRef,
     ) -> None:
-        self._generate, self._conversation = generate, conversation
+        self.generate, self.conversation = generate, conversation
         self._document, self._prefix = document, prefix
 
     async def __call__(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         """Return the results in order. Raises DataError for a request that cannot be served,
         PublishError for a prefix that no generator holds."""
         partial_ids = [self._begun(ask.begun) for ask in requests]
-        prompts = [
-            GenerateRequest(
-                id=ask.id,
-                prompt_ids=(*self._conversation.opening(self._document, ask.messages), *ids),
-                prefix=self._prefix,
-                sampling=ask.sampling,
-                seed=ask.seed,
-                top_logprobs=ask.top_logprobs,
-                until=ask.until,
-                first_draw=len(ids),
-            )
-            for ask, ids in zip(requests, partial_ids, strict=True)
-        ]
-        completions = await self._generate(prompts)
+        prompts = [self._request(ask, ids) for ask, ids in zip(requests, partial_ids, strict=True)]
+        completions = await self.generate(prompts)
         return [
-            self._answer(r, ids, c)
+            self.answer(r, c, ids)
             for r, ids, c in zip(prompts, partial_ids, completions, strict=True)
         ]
 
+    def request(self, ask: SampleRequest) -> GenerateRequest:
+        """Return the tokens of a request. Raises DataError for one that cannot be served."""
+        return self._request(ask, self._begun(ask.begun))
+
+    def _request(self, ask: SampleRequest, ids: tuple[int, ...]) -> GenerateRequest:
+        return GenerateRequest(
+            id=ask.id,
+            prompt_ids=(*self.conversation.opening(self._document, ask.messages), *ids),
+            prefix=self._prefix,
+            sampling=ask.sampling,
+            seed=ask.seed,
+            top_logprobs=ask.top_logprobs,
+            until=ask.until,
+            first_draw=len(ids),
+        )
+
     def _begun(self, partial: PartialResponse) -> tuple[int, ...]:
         """Return the ids, and those of any text after them."""
-        text = self._conversation.decode(partial.token_ids) if partial.token_ids else ""
+        text = self.conversation.decode(partial.token_ids) if partial.token_ids else ""
         if not partial.text.startswith(text):
             raise DataError(
                 f"a response is gone on with from {partial.text[:40]!r}, and its ids say "
                 f"{text[:40]!r}: give the text of the ids, and what may follow it"
             )
-        return (*partial.token_ids, *self._conversation.ids_of(partial.text[len(text) :]))
+        return (*partial.token_ids, *self.conversation.ids_of(partial.text[len(text) :]))
 
-    def _answer(
-        self, request: GenerateRequest, partial_ids: tuple[int, ...], completion: Completion
+    def answer(
+        self, request: GenerateRequest, completion: Completion, partial_ids: tuple[int, ...] = ()
     ) -> SampleResult:
+        """Return the result of a completion, whose request ends in `partial_ids` of its response.
+        Raises PublishError for a prefix that no generator holds."""
         if completion.error:
             raise PublishError(f"{completion.request_id}: {completion.error}")
-        decode = self._conversation.decode
+        decode = self.conversation.decode
         prefix_text = decode(partial_ids)
         return SampleResult(
             text=decode((*partial_ids, *completion.token_ids))[len(prefix_text) :],

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cartridge_forge.plugins.documents.retrieval import terms_of
-from cartridge_forge.plugins.watch.pages.run_documents import document_of
+from cartridge_forge.plugins.serve.engine.run_documents import document_of
 from cartridge_forge.plugins.watch.pages.run_view import RunView
 from cartridge_forge.protocols.errors import ForgeError
 from cartridge_forge.protocols.files import iter_rows

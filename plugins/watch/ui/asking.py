@@ -27,8 +27,9 @@ _asking = threading.Lock()
 
 def ask(run: Path, cartridge: str, question: str, most_tokens: int) -> dict[str, Any]:
     """Return the answers without the cartridge, with it, and with the document where it can be
-    read; `note` tells why it could not. Raises DataError for a question that cannot be asked,
-    RunError while another is answered and for one that takes too long."""
+    read, which then tells what it would have changed in the cartridge's; `note` tells why it could
+    not. Raises DataError for a question that cannot be asked, RunError while another is answered
+    and for one that takes too long."""
     if not question.strip() or len(question) > QUESTION_CHARACTERS:
         raise DataError(
             f"a question has 1 to {QUESTION_CHARACTERS} characters: got {len(question)}"
@@ -42,13 +43,13 @@ def ask(run: Path, cartridge: str, question: str, most_tokens: int) -> dict[str,
     try:
         words = ["ask", cartridge, question, "--run", str(run), "--json"]
         words += ["--max-tokens", str(most_tokens)]
-        answers, why = _child([*words, "--beside"])
+        answers, why = _child([*words, "--beside", "--verify", "after"])
         if answers is None:  # the document is not there any more; the cartridge is
             reply, error = _child(words)
             if reply is None:
                 raise DataError(error)
-            one = {"arm": "cartridge", "answer": reply["answer"].strip()}
-            answers = [{**one, "tokens": reply["tokens"], "prefix_tokens": None, "seconds": None}]
+            one = {"arm": "cartridge", "answer": reply["answer"], "tokens": reply["tokens"]}
+            answers = [{**one, "prefix_tokens": None, "seconds": None, "verify": None}]
         return {"question": question, "answers": answers, "note": why}
     finally:
         _asking.release()

@@ -16,13 +16,13 @@ from cartridge_forge.forge_run.plan import roofline
 from cartridge_forge.forge_run.plan.roofline import EXPLICIT, Workload
 from cartridge_forge.learning.decode import DecodeCache
 from cartridge_forge.learning.teacher import PREFILL_CHUNK, document_kv
-from cartridge_forge.plugins.cluster.manifests.sizing import (
+from cartridge_forge.protocols.spec.model import (
+    ShapeSpec,
     body_parameters,
     head_parameters,
     kv_values_per_token,
     matmul_parameters,
 )
-from cartridge_forge.protocols.spec.model import ShapeSpec
 from cartridge_forge.services.planes.codec import layout_of, packed_bytes
 
 CPU = torch.device("cpu")

@@ -5,9 +5,31 @@ import { ask, card, count, follow, guarded, h, main, run, send, showOutcome } fr
 const NAMES = { none: "without the document", cartridge: "with the cartridge", document: "with the whole document" };
 const answers = h("div.page", { "aria-live": "polite" });
 
+// The parts of an answer: tokens that the document refuses, or where another is likelier, have a title.
+function marked(one) {
+  const choice = one.verify?.choices?.[0];
+  if (!choice) return [one.answer.trim() || "(nothing)"];
+  const parts = [];
+  let at = 0;
+  for (const token of choice.changed) {
+    if (!one.answer.startsWith(token.token, token.offset)) continue; // an end token
+    const why = `the document gives it ${(100 * token.probability).toFixed(1)}%, and ${(100 * token.document_probability).toFixed(1)}% to "${token.document_token.trim() || "the end"}"`;
+    parts.push(one.answer.slice(at, token.offset), h(token.refused ? "span.token.heat4" : "span.token.differs", { title: why, tabindex: "0" }, token.token));
+    at = token.offset + token.token.length;
+  }
+  return [...parts, one.answer.slice(at)];
+}
+
+function verdict({ choices: [choice], below }) {
+  if (!choice.tokens) return "";
+  const percent = (share) => `${Math.round(100 * share)}%`;
+  return `The document accepts ${percent(choice.accepted)} of the tokens (probability ${below} or more); ${percent(choice.agreed)} are its own likeliest. Marked: refused; underlined: another is likelier.`;
+}
+
 function answered(found) {
   return card(found.question, h("div.tiles", {}, ...found.answers.map((one) => h("section", {}, h("h3", {}, NAMES[one.arm] ?? one.arm),
-    h("p.talk.student", {}, one.answer || "(nothing)"),
+    h("p.talk.student", {}, ...marked(one)),
+    one.verify ? h("p.soft", {}, verdict(one.verify)) : null,
     h("p.soft", {}, [one.prefix_tokens === null ? "" : `${count(one.prefix_tokens)} tokens before the question`, `${one.tokens} written`,
       one.seconds === null ? "" : `${one.seconds.toFixed(2)} s`].filter(Boolean).join(", "))))),
   found.note ? h("p.soft", {}, `Without the document: ${found.note}`) : null);

@@ -22,6 +22,7 @@ from openai import AsyncOpenAI
 from safetensors.torch import save
 from serving_setup import END, MODEL, QUESTION, add_cartridge, cartridge, new_house
 
+from cartridge_forge.plugins.library.names import parse_cartridge
 from cartridge_forge.plugins.serve.app import Server, create_server
 from cartridge_forge.plugins.serve.engine.pool_backend import PoolBackend
 from cartridge_forge.plugins.serve.spec import load_serve
@@ -148,6 +149,36 @@ def test_a_replica_killed_under_load_loses_nothing(live: Live) -> None:
     assert live.pool.retries > retries, "nobody was decoding there"
     assert killed == live.runner.run(once(False))
     assert "replica_lost" in [event for event, _ in live.notes]
+    live.runner.run(live.pool.settled(60))
+
+
+def test_a_replica_killed_while_documents_verify_loses_nothing(live: Live) -> None:
+    """Another replica reads the document anew, drafts and verifies, and says the same."""
+    library = live.door.handler.config.library
+    library.keep_document(library.get(parse_cartridge("p1")), "the surgeon is doctor novak.")
+
+    async def once(kill: bool) -> list[Any]:
+        async with live.client() as client:
+            asked = [
+                asyncio.create_task(
+                    streamed(
+                        client, i, model=f"{MODEL}+p1", temperature=1.5, max_tokens=100,
+                        extra_body={"forge": {"verify": [True, "after"][i % 2]}},
+                    )
+                )
+                for i in range(24)
+            ]  # fmt: skip
+            if kill:
+                await until(lambda: live.pool.replicas[0].ongoing >= 4)
+                process = live.pool.replicas[0].process
+                assert process is not None
+                os.kill(process.pid, signal.SIGKILL)
+            return await asyncio.gather(*asked)
+
+    retries = live.pool.retries
+    killed = live.runner.run(once(True))
+    assert live.pool.retries > retries, "nobody was decoding there"
+    assert killed == live.runner.run(once(False))
     live.runner.run(live.pool.settled(60))
 
 

@@ -11,7 +11,7 @@ from rooms.serving.resident_setup import RecordingBackend
 
 from cartridge_forge.learning.checkpoint import sha256_of
 from cartridge_forge.plugins.library.store import CartridgeVersion
-from cartridge_forge.plugins.serve.resident_cartridges import ResidentCartridges
+from cartridge_forge.plugins.serve.engine.resident_cartridges import ResidentCartridges
 
 
 def test_versions_reach_the_generators_in_their_order(
@@ -21,7 +21,9 @@ def test_versions_reach_the_generators_in_their_order(
         time.sleep(0.2 if path == entries["a"].path else 0.0)
         return sha256_of(path)
 
-    monkeypatch.setattr("cartridge_forge.plugins.serve.resident_cartridges.sha256_of", slowly_first)
+    monkeypatch.setattr(
+        "cartridge_forge.plugins.serve.engine.resident_cartridges.sha256_of", slowly_first
+    )
 
     async def use() -> list[tuple[str, int]]:
         backend = RecordingBackend()

@@ -20,7 +20,6 @@ from cartridge_forge.forge_run.plan.roofline import (
 )
 from cartridge_forge.forge_run.preflight import require_runnable
 from cartridge_forge.plugins.clinic.patients import generate_clinic
-from cartridge_forge.plugins.cluster.manifests.sizing import kv_values_per_token, matmul_parameters
 from cartridge_forge.plugins.statistics.formatting import (
     TableSection,
     bytes_text,
@@ -30,7 +29,13 @@ from cartridge_forge.plugins.statistics.formatting import (
 )
 from cartridge_forge.protocols.errors import DataError, SpecError
 from cartridge_forge.protocols.spec.loading import load_spec
-from cartridge_forge.protocols.spec.model import ModelSpec, ShapeSpec, model_shape
+from cartridge_forge.protocols.spec.model import (
+    ModelSpec,
+    ShapeSpec,
+    kv_values_per_token,
+    matmul_parameters,
+    model_shape,
+)
 
 REPOSITORY = Path(__file__).parents[4]
 ARTICLES = REPOSITORY / "tests" / "data" / "articles"

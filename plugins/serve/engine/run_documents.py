@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.loading import load_resolved
 from cartridge_forge.services.run_directory import RunDirectory
+
+RUNS = Path("runs")
+
+
+def document_of_source(source: Mapping[str, Any], label: str) -> str:
+    """Return the text that the stored cartridge `label` replaces, by what its manifest keeps of its
+    run: {"run": "20260726T101542-7f3a", "name": "patient_01"}, or the run's path. Raises DataError
+    where the run is not under `runs` any more, and as `document_of` does."""
+    run, name = Path(str(source.get("run", ""))), str(source.get("name", ""))
+    runs = [run] if run.is_absolute() else sorted(RUNS.glob(f"*/{run}"))
+    if not run.name or not name or not runs or not (runs[0] / "spec.yaml").is_file():
+        raise DataError(f"the run of {label} is not under {RUNS}")
+    return document_of(runs[0], name)
 
 
 def document_of(path: Path, cartridge: str) -> str:
