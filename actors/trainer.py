@@ -26,8 +26,8 @@ from cartridge_forge.actors.model import ModelActor
 from cartridge_forge.learning.cartridge import CartridgeBank, Fingerprints, put_changed
 from cartridge_forge.learning.checkpoint import read_checkpoint
 from cartridge_forge.learning.decoder import LanguageModel
-from cartridge_forge.learning.initialization import CartridgeInit, Start, init_sources, initial_bank
-from cartridge_forge.learning.model.loading import claim_device, text_ids
+from cartridge_forge.learning.initialization import Start, untrained_bank
+from cartridge_forge.learning.model.loading import claim_device
 from cartridge_forge.learning.model.parallel import divide_base, shard_base
 from cartridge_forge.learning.policy_scores import document_logprobs
 from cartridge_forge.learning.ranks import give_back_now, join
@@ -337,13 +337,4 @@ def bank_of(
         for name, contexts in base.cartridges.items()
         if name not in starts or starts[name][0].shape[3] < spec.tokens
     }
-    vocabulary = partial(text_ids, base.path)
-    sources = init_sources(lacking, base.documents, cache, model.longest, vocabulary)
-    start = CartridgeInit(
-        spec.fresh or "first_tokens",  # of no cartridge, where every one is given
-        spec.tokens,
-        spec.frozen_tokens,
-        learn.train.seed,
-        spec.start.pad if spec.start is not None else None,
-    )
-    return initial_bank(model, sources, start, starts)
+    return untrained_bank(model, learn, base.path, lacking, base.documents, cache, starts)

@@ -305,6 +305,7 @@ COMMANDS = {
         _sets("override a key of meshes/documents.yaml or its config, after the plan; repeatable"),
         _option("--run-dir", "DIR", "where runs are kept (default: runs)", type=Path),
         _flag("--dry-run", "measure this machine, print the plan and start nothing"),
+        _flag("--now", "in closed form, without training: seconds for an article"),
     )),
     "serve": Command("serve a model with cartridges over HTTP", "serve:command",
                      (*MESH_AND_SETS, DRY_RUN)),

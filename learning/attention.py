@@ -163,6 +163,22 @@ def attend(
     return out
 
 
+def over_own(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """Return the attention [M, H_q, D] of queries q [M, H_q, D] over keys and values [N, H_kv, D]
+    of their own sequences alone, and the log of its sums of exponentials [M, H_q], without the
+    sinks."""
+    kernel, parts = kernel_for(q), []
+    for block in layout.blocks:
+        queries, keys, values = _padded(block, q, k, v)
+        mask, causal = _own_mask(layout, block, options, q.dtype)
+        part = kernel.forward(queries, keys, values, mask, causal, options.scale, options.cap)
+        parts.append([x.transpose(1, 2).flatten(0, 1) for x in part])
+    out, sums = (_joined(x, layout.places) for x in zip(*parts, strict=True))
+    return out, sums
+
+
 def over_prefixes(
     kernel: Kernel, q: Tensor, out: Tensor, sums: Tensor, spans: Sequence[tuple[int, int]],
     prefixes: Sequence[Tensor], options: AttentionOptions,
@@ -282,13 +298,8 @@ class _PartedAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: AttentionOptions,
         *prefixes: Tensor,
     ) -> Tensor:  # fmt: skip
-        kernel, parts = kernel_for(q), []
-        for block in layout.blocks:
-            queries, keys, values = _padded(block, q, k, v)
-            mask, causal = _own_mask(layout, block, options, q.dtype)
-            part = kernel.forward(queries, keys, values, mask, causal, options.scale, options.cap)
-            parts.append([x.transpose(1, 2).flatten(0, 1) for x in part])
-        out, sums = (_joined(x, layout.places) for x in zip(*parts, strict=True))
+        kernel = kernel_for(q)
+        out, sums = over_own(q, k, v, layout, options)
         out, sums = over_prefixes(
             kernel, q, out, sums, layout.spans, prefixes, options,
             lambda c, kv: _prefix_mask(layout, c, kv, options, q.dtype),

@@ -436,6 +436,8 @@ class DecodeBatch:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         model, head = self._model, self._model.lm_head
+        if model.sharded or model.tensor is not None:
+            return model.projection()(hidden)
         return model.head(
             hidden, lambda x: linear(x, head.weight, head.bias, model.packed_head).float()
         )
@@ -548,6 +550,8 @@ class DecodeCache:
     @classmethod
     def empty(cls, model: LanguageModel, rows: int, columns: int) -> DecodeCache:
         layers, heads, size = model.kv_shape
+        if model.tensor is not None:
+            heads //= model.tensor.size
         # Zeros: padding is hidden by its weight of 0, and 0 times garbage need not be 0.
         shape = (layers, rows, heads, columns, size)
         dtype = kernel_for(model.weight).stored_type(model.dtype)

@@ -168,6 +168,12 @@ class LanguageModel(nn.Module):
         for a model that decodes. Where that does not help, or takes more than PACKED_BYTES, nothing
         is kept."""
 
+    def out_weight(self, layer: int) -> Tensor | None:
+        """Return the weight [width, H_q D] by which a layer adds its attention to the tokens'
+        states, by the heads that this rank computes; None where it adds something else. Call it
+        within the layer's pass: a sharded base has the weight there alone."""
+        return None
+
     def frequencies(self) -> KeyFrequencies:
         """Return how keys turn with their position. Raises DataError for a model whose keys do more
         than turn, or turn otherwise in longer texts."""
@@ -410,6 +416,10 @@ class Decoder(LanguageModel):
             layer.pack()
         self.packed_head = packed(self.lm_head.weight)
 
+    def out_weight(self, layer: int) -> Tensor | None:
+        weight: Tensor = self.base_model.layers[layer].out
+        return weight
+
     def _rotation(self) -> KeyFrequencies:
         config = self.base_model.config
         return half_split(rope_frequencies(config.rope, config.head_dim), config.head_dim)
@@ -472,6 +482,11 @@ class KeyFrequencies:
 
     values: Tensor
     partners: Tensor
+
+    def of_layer(self, layer: int) -> KeyFrequencies:
+        """Return those of one layer."""
+        at = min(layer, len(self.values) - 1)
+        return KeyFrequencies(self.values[at : at + 1], self.partners[at : at + 1])
 
     def turned(self, keys: Tensor, by: int) -> Tensor:
         """Return keys [L, H_kv, P, D] moved by `by` positions."""

@@ -4,8 +4,8 @@
     random_text         random tokens of the vocabulary
     random_vectors      normal numbers with the mean and spread of the document's KV
     sampled_chunks      chunks of the document, read one after another (Diaz, arXiv 2508.17032)
-    attention_matching  the whole document's KV, compacted in closed form
-                        (learning.attention_matching)
+    attention_matching  the whole document's KV, compacted in closed form, by what the model reads
+                        and writes behind it (plugins.library.attention_matching)
 
 All but attention_matching compute the keys at positions 0..P-1. The first `frozen` tokens are
 always the document's own: they are the attention sink, which is not trained, and random text would
@@ -27,9 +27,11 @@ from torch import Tensor
 
 from cartridge_forge.learning.cartridge import CartridgeBank, check_longer, shifted
 from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.learning.model.loading import text_ids
 from cartridge_forge.learning.teacher import DocumentKVCache, context_ids, document_kv
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.plugins import resolve
+from cartridge_forge.protocols.plugins import optional, resolve
+from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.step import SEPARATOR, stream_seed
 
 CHUNKS = 8  # at most, and so few that each has LEAST tokens
@@ -37,11 +39,30 @@ LEAST = 4
 
 
 @dataclass(frozen=True)
+class StudyPrompts:
+    """Hold the token ids of `prompts` about a document, behind its own, and the ids that end an
+    answer; and of prompts with their answers, which are the document's own words: `recited`."""
+
+    prompts: tuple[tuple[int, ...], ...] = ()
+    end_ids: frozenset[int] = frozenset()
+    recited: tuple[tuple[int, ...], ...] = ()
+
+
+NO_STUDY = StudyPrompts()
+
+
+def no_study(ids: Sequence[int], stream: str) -> StudyPrompts:
+    """Return no prompts, as where nothing makes them of a document's tokens `ids`."""
+    return NO_STUDY
+
+
+@dataclass(frozen=True)
 class InitSource:
     """Describe what a cartridge learns from: a text's token ids [T], a call that returns its KV
     [L, 2, H_kv, T, D], and one that returns the ids that stand for text. Where several contexts
     make up the text, `parts` are the ids that each of them has of it. The model reads at most
-    `most` tokens of them at once."""
+    `most` tokens of them at once. `study` makes prompts about the text, by the name of a stream of
+    draws."""
 
     name: str
     ids: tuple[int, ...]
@@ -49,6 +70,11 @@ class InitSource:
     vocabulary: Callable[[], Sequence[int]]
     parts: tuple[tuple[int, ...], ...] = ()
     most: int | None = None
+    study: Callable[[Sequence[int], str], StudyPrompts] = no_study
+
+    def study_prompts(self, seed: int) -> StudyPrompts:
+        """Return the prompts about the text, drawn by this seed and the source's name."""
+        return self.study(self.ids, f"init/study/{seed}/{self.name}")
 
     def check_read(self) -> None:
         """Raise DataError where several contexts have more tokens than the model reads at once."""
@@ -232,7 +258,9 @@ def matched(model: LanguageModel, source: InitSource, start: CartridgeInit) -> T
     """Return the document's KV compacted to P entries by attention matching."""
     attention_matched = resolve("hooks", "attention_matching")
     kv = source.whole()
-    compacted: Tensor = attention_matched(model, source.ids, kv, start.tokens, start.frozen)
+    compacted: Tensor = attention_matched(
+        model, source.ids, kv, start.tokens, start.frozen, source.study_prompts(start.seed)
+    )
     return compacted
 
 
@@ -259,8 +287,9 @@ def matched_padding(
     attention matching."""
     attention_added = resolve("hooks", "attention_padding")
     added: Tensor = attention_added(
-        model, source.ids, source.whole(), kv, start.tokens - kv.shape[3]
-    )
+        model, source.ids, source.whole(), kv, start.tokens - kv.shape[3],
+        source.study_prompts(start.seed),
+    )  # fmt: skip
     return added
 
 
@@ -270,12 +299,40 @@ PADS: Mapping[str, Callable[[LanguageModel, InitSource, CartridgeInit, Tensor], 
 }
 
 
+def untrained_bank(
+    model: LanguageModel,
+    learn: LearnSpec,
+    path: str,
+    cartridges: Mapping[str, tuple[str, ...]],
+    documents: Mapping[str, tuple[int, ...]],
+    cache: DocumentKVCache,
+    starts: Mapping[str, Start] | None = None,
+) -> CartridgeBank:
+    """Return the bank of `cartridges`, which map to their contexts in `documents`, as
+    `learn.cartridge` starts them, and of `starts`, trained ones. The tokenizer is at `path`. Raises
+    DataError as `initial_bank` does."""
+    spec = learn.cartridge
+    prompts_of = optional("hooks", "study_prompts")
+    study = no_study if prompts_of is None else partial(prompts_of, path)
+    vocabulary = partial(text_ids, path)
+    sources = init_sources(cartridges, documents, cache, model.longest, vocabulary, study)
+    start = CartridgeInit(
+        spec.fresh or "first_tokens",  # of no cartridge, where every one is given
+        spec.tokens,
+        spec.frozen_tokens,
+        learn.train.seed,
+        spec.start.pad if spec.start is not None else None,
+    )
+    return initial_bank(model, sources, start, starts or {})
+
+
 def init_sources(
     cartridges: Mapping[str, tuple[str, ...]],
     documents: Mapping[str, tuple[int, ...]],
     cache: DocumentKVCache,
     most: int | None,
     vocabulary: Callable[[], Sequence[int]],
+    study: Callable[[Sequence[int], str], StudyPrompts] = no_study,
 ) -> list[InitSource]:
     """Return a source for each of `cartridges`, which map to their contexts in `documents`.
 
@@ -290,6 +347,7 @@ def init_sources(
             vocabulary,
             parts_of(contexts, documents) if len(contexts) > 1 else (),
             most,
+            study,
         )
         for name, contexts in cartridges.items()
     ]

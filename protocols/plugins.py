@@ -207,7 +207,10 @@ SHIPPED = (
     Plugin(
         "documents",
         recipes={"documents": f"{PLUGINS}.documents.study.recipe:open_recipe"},
-        hooks={"routing": f"{PLUGINS}.documents.study.routing:RoutedQuestions"},
+        hooks={
+            "routing": f"{PLUGINS}.documents.study.routing:RoutedQuestions",
+            "study_prompts": f"{PLUGINS}.documents.study.reference_prompts:study_prompts",
+        },
         configs={"documents": f"{PLUGINS}.documents.spec.learn:DocumentsLearn"},
     ),
     Plugin(

@@ -177,6 +177,40 @@ def articles(study: str, record: str) -> Table:
     return heads, [*body, ["mean", *[""] * 6, f"**{closed}**", untrained, "", ""]]
 
 
+def closed_form(study: str, records: str) -> Table:
+    """Return both outcomes of each start of the articles of records, joined by commas, with the
+    ratios of KL and seconds to those of the start before."""
+    articles: dict[str, Any] = {}
+    for record in records.split(","):
+        articles |= _results(study, record)
+    names = list(dict.fromkeys(name for one in articles.values() for name in one["starts"]))
+    reference = next(name for name in names if name.startswith("of "))
+    titles = {name: "the start before" if name == reference else name for name in names}
+
+    def cells(measures: Sequence[Mapping[str, Any]]) -> list[str]:
+        gap, kl, agreement, ratio, seconds = (
+            fmean(one[key] for one in measures) for key in ("gap", "kl", "same", "ratio", "cost")
+        )
+        return [percent(gap), f"{kl:.3f}", f"{ratio:.2f}", percent(agreement), f"{seconds:.2f}"]
+
+    body: list[list[str]] = []
+    by_start: dict[str, list[Mapping[str, Any]]] = {name: [] for name in names}
+    for article, one in articles.items():
+        base = one["starts"][reference]
+        for name, measures in one["starts"].items():
+            row = {**measures, "ratio": measures["kl"] / base["kl"],
+                   "cost": measures["seconds"] / base["seconds"]}  # fmt: skip
+            by_start[name].append(row)
+            title = f"{article}, {one['tokens']:,} tokens, {one['questions']} questions"
+            body.append([title, titles[name], *cells([row])])
+    for name, rows_of_start in by_start.items():
+        if len(rows_of_start) == len(articles):
+            body.append(["**mean**", titles[name], *cells(rows_of_start)])
+    heads = ["article", "start", "gap closed", "KL", "KL, over before", "same token"]
+    heads.append("seconds, over before")
+    return heads, body
+
+
 # -- benchmarks -----------------------------------------------------------------------------------
 
 
@@ -649,6 +683,7 @@ TABLES: Mapping[str, Callable[[str, str], Table]] = {
     "training": training,
     "right_answers": right_answers,
     "articles": articles,
+    "closed_form": closed_form,
     "over_prompt": over_prompt,
     "beside_transformers": beside_transformers,
     "extraction": extraction,

@@ -1,15 +1,21 @@
 """Make cartridges of a folder of text: `forge make FOLDER...`.
 
-    read -> calibrate -> plan in plain English -> self-study and training -> the library
+    read -> calibrate -> plan in plain English -> first cartridges -> the library
+                                               -> self-study and training -> the library
+    read ---------------------------- --now ---> first cartridges -> the library
 
-The run is that of meshes/documents.yaml, with the keys that the plan chose.
+The first cartridges are made in closed form, without training, and can be asked while the run
+trains. The run is that of meshes/documents.yaml, with the keys that the plan chose; it starts from
+them.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,10 +42,14 @@ NAME_LETTERS = 14  # a document's name of 48 letters fits behind it
 def command(
     *, folders: Sequence[str], model: str, tokens: int | None, ratio: float | None, minutes: float,
     name: str | None, mesh: str, sets: Sequence[str], run_dir: Path | None, dry_run: bool,
+    now: bool,
 ) -> int:  # fmt: skip
     """Train the folders' cartridges within about so many minutes, and add them to the library of
-    the server `mesh`; with `dry_run` only print the plan. Returns the exit code. Raises ForgeError.
+    the server `mesh`; with `now` add them as they are before training, with `dry_run` only print
+    the plan. Returns the exit code. Raises ForgeError.
     """
+    if now and dry_run:
+        raise DataError("--now trains nothing, so that there is no plan; leave out --dry-run")
     if minutes <= 0 or (ratio is not None and ratio <= 1):
         raise DataError(
             f"--minutes must be > 0 and --ratio > 1: got {minutes:g} and {ratio}; leave them out "
@@ -54,11 +64,20 @@ def command(
     for line in check(loaded.spec.learn.model.path)[1]:
         note(line)
     settings = [*basis, *sets]
+    if now:
+        size = in_child(_tokens, loaded.spec.learn, read, tokens, ratio)
+        in_child(_first, [f"cartridge.tokens={size}", *settings], mesh, names, called)
+        print(asking(called))
+        return 0
     chosen = in_child(_plan, loaded.spec.learn, read, tokens, ratio, minutes, settings)
     if dry_run:
         return 0
     from cartridge_forge.forge_run.commands.run import run
 
+    if loaded.spec.learn.cartridge.start is None:
+        starts = in_child(_first, [*chosen, *settings], mesh, names, called)
+        note(f"training goes on from there; {asking(called)}")
+        settings = [*settings, f"cartridge.init={json.dumps({'from': starts})}"]
     home = (run_dir or Path("runs")).absolute() / loaded.spec.mesh.name
     with _told_when_usable(home):
         code = run(
@@ -97,14 +116,13 @@ def _plan(
     import torch
 
     from cartridge_forge.forge_run.plan.documents import require_documents
-    from cartridge_forge.forge_run.plan.make import ModelBytes, cartridge_tokens, planned
+    from cartridge_forge.forge_run.plan.make import ModelBytes, planned
     from cartridge_forge.learning.model.loading import load_model, load_tokenizer
     from cartridge_forge.plugins.documents.corpus import read_parts
     from cartridge_forge.plugins.evaluate.calibration import measure_rates
 
+    p = _tokens(learn, read, tokens, ratio)
     tokenizer = load_tokenizer(learn.model.path)
-    sizes = [len(tokenizer(d.text, add_special_tokens=False).input_ids) for d in read.documents]
-    p = cartridge_tokens(sizes, tokens, ratio)
     cartridge = learn.cartridge.model_copy(update={"tokens": p})
     corpus = read_parts(learn.model_copy(update={"cartridge": cartridge}), tokenizer)
     counts = [len(part.tokens) for part in corpus.parts.values()]
@@ -123,6 +141,51 @@ def _plan(
     return [*plan.sets, *(f"roles.{role}.threads={threads}" for role in MODEL_ROLES)]
 
 
+def _tokens(learn: Any, read: ReadResult, tokens: int | None, ratio: float | None) -> int:
+    """Return the tokens of each cartridge."""
+    from cartridge_forge.forge_run.plan.make import cartridge_tokens
+    from cartridge_forge.learning.model.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(learn.model.path)
+    sizes = [len(tokenizer(d.text, add_special_tokens=False).input_ids) for d in read.documents]
+    return cartridge_tokens(sizes, tokens, ratio)
+
+
+def _first(
+    sets: Sequence[str], serve: str, names: Mapping[str, str], called: str
+) -> dict[str, str]:
+    """Add the cartridges of the documents as they are before training to the server's library, say
+    what they are worth, and return where each one is, by its name in a run."""
+    from cartridge_forge.forge_run.plan.first_cartridges import first_cartridges, gain_text
+    from cartridge_forge.plugins.library.formats.base_model import read_base
+    from cartridge_forge.plugins.library.importing import add_cartridge
+    from cartridge_forge.plugins.library.store import CartridgeStore
+
+    learn = load_spec(MESH, sets=sets).spec.learn
+    library = CartridgeStore(
+        Path(load_serve(serve).spec.library), read_base(Path(learn.model.path))
+    )
+    began, starts, gains = time.monotonic(), {}, []
+
+    def show(at: int, count: int, name: str) -> None:
+        elapsed = f", {time.monotonic() - began:.0f} s so far" if at else ""
+        note(f"cartridge {at + 1} of {count}, {name}: in closed form, without training{elapsed}")
+
+    for one in first_cartridges(learn, show):
+        new = called if one.count == 1 else names.get(one.name, f"{called}.{one.name}")
+        version = add_cartridge(library, new, one.file, {}, one.passages)
+        print(f"{new}@{version.manifest.version}: {one.file.tokens} tokens", flush=True)
+        starts[one.name] = str(version.path.parent)
+        gains.append(one.gain)
+    note(gain_text(gains))
+    return starts
+
+
+def asking(called: str) -> str:
+    """Return how the cartridges are asked."""
+    return f'ask it: forge ask {called} "QUESTION"   (--beside: also without it; -i: a chat)'
+
+
 def _add(serve: str, model: str, run: Path, names: Mapping[str, str], called: str) -> None:
     """Add the run's cartridges to the server's library, and say how they are asked."""
     from cartridge_forge.plugins.library.formats.base_model import read_base
@@ -136,7 +199,7 @@ def _add(serve: str, model: str, run: Path, names: Mapping[str, str], called: st
         chosen = dict.fromkeys(chosen, called)
     for entry in add_from_run(library, run, chosen):
         print(f"{entry.manifest.name}@{entry.manifest.version}: {entry.manifest.tokens} tokens")
-    print(f'ask it: forge ask {called} "QUESTION"   (--beside: also without it; -i: a chat)')
+    print(asking(called))
 
 
 @contextmanager

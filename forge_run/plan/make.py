@@ -24,9 +24,11 @@ STUDY_SHARE = 0.25  # of the minutes, at most, for writing questions
 LEAST_QUESTIONS = 8
 EXAM_QUESTIONS = 8
 START_SECONDS, STEP_SECONDS = 20.0, 1.0  # of processes; of a step beside the model's work
-# Attention matching takes so many times the reading of a document, of which at most so many tokens
-# are read again (learning.attention_matching; docs/log.md).
-MATCHING, MATCHED_TOKENS = 3.0, 2048
+# Attention matching takes so many times the reading of its rows: at most so many tokens of a
+# document and of study (plugins.library.reference_rows; studies.real.closed_form). A first
+# cartridge's gain is measured on so many more.
+MATCHING, MATCHED_TOKENS, STUDIED_TOKENS = 6.0, 1024, 1024
+GAIN_TOKENS = 3072
 SLOWER = 2  # a document's later tokens read all before them; measured on 512 tokens
 READERS = 3  # generator, teacher and trainer each hold the model
 PROCESS_BYTES = 300 * 1024**2  # of one process without the model
@@ -151,9 +153,10 @@ def planned(
 
 def _matching(counts: Sequence[int], learn: RsaLearn) -> float:
     """Return the tokens whose reading takes as long as making the first cartridges."""
-    if learn.cartridge.init != "attention_matching":
+    if learn.cartridge.fresh != "attention_matching":
         return 0.0
-    return MATCHING * sum(count * min(1.0, count / MATCHED_TOKENS) for count in counts)
+    rows = sum(min(count, MATCHED_TOKENS) + STUDIED_TOKENS for count in counts)
+    return MATCHING * rows + GAIN_TOKENS * len(counts)
 
 
 def _written(mix: Mapping[StudyKind, float]) -> float:

@@ -33,6 +33,7 @@ from cartridge_forge.learning.batch import LOGIT_BYTES
 from cartridge_forge.learning.cartridge import first_tokens
 from cartridge_forge.learning.checkpoint import read_checkpoint
 from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.learning.initialization import StudyPrompts
 from cartridge_forge.learning.losses.doc_kl import doc_batch
 from cartridge_forge.learning.model.loading import load_model
 from cartridge_forge.learning.model.parallel import divide_base, shard_base
@@ -183,7 +184,8 @@ def divided_reader(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any
             divide_base(model, ranks)
         at = tuple(range(5, 45))
         kv, own = document_kv(model, at), own_document_kv(model, at)
-        matched = attention_matched(model, at, kv, 12, 1)
+        study = StudyPrompts(((7, 8, 9), (20, 21)), frozenset({2}))
+        matched = attention_matched(model, at, kv, 12, 1, study)
         scores = response_logprobs(model, samples, {"p": own}, 24)
         bank = first_tokens({"p": kv}, 8, 1)
         alone = ranks if name == "divided" else ALONE

@@ -43,11 +43,19 @@ def test_a_folder_becomes_a_cartridge_that_answers(tmp_path: Path) -> None:
         )  # fmt: skip
 
     sets = [word for one in SMALL for word in ("--set", one)]
+    first = forge("make", str(texts), "--model", str(READER), "--tokens", "24", "--now")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.splitlines()[0] == "tales@1: 24 tokens"
+    assert "cartridge 1 of 1, salt: in closed form, without training" in first.stderr
+    assert "usable now" in first.stderr
+    at_once = forge("ask", "tales", "what is salt?", "--max-tokens", "6")
+    assert at_once.returncode == 0, at_once.stderr
     made = forge("make", str(texts), "--model", str(READER), "--tokens", "24", *sets)
     assert made.returncode == 0, made.stderr
+    assert "tales@2: 24 tokens\n" in made.stdout, "in closed form, and trained from there"
     assert "one cartridge of 24 tokens" in made.stderr
     assert "a usable cartridge exists: forge ask DOCUMENT QUESTION --run" in made.stderr
-    assert "tales@1: 24 tokens" in made.stdout
+    assert "tales@3: 24 tokens" in made.stdout
     asked = forge("ask", "tales", "what is salt?", "--max-tokens", "6", "--beside", "--json")
     assert asked.returncode == 0, asked.stderr
     arms = {one["arm"]: one for one in json.loads(asked.stdout)}
@@ -75,6 +83,7 @@ def test_mistakes_are_told_with_their_remedy(
         (["texts"], "add it with forge models add smollm2-135m"),
         (["texts", "--minutes", "0"], "--minutes must be > 0 and --ratio > 1: got 0 and None"),
         (["texts", "--ratio", "1"], "got 20 and 1.0"),
+        (["texts", "--now", "--dry-run"], "--now trains nothing"),
         (["texts", "--name", "my book"], "'my book' is no cartridge's name"),
     ):
         assert forge(["make", str(tmp_path / words[0]), *words[1:]]) == 2

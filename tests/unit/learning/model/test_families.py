@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from rooms.learning.model_families import (
+    PREFIX,
     REFUSED,
     RIGHT,
     SHAPE,
+    TOKENS,
     FamilyPair,
     family_pair,
     make_family,
@@ -22,6 +24,7 @@ from torch import nn
 from cartridge_forge.learning.cartridge import shifted
 from cartridge_forge.learning.decode import COPIED
 from cartridge_forge.learning.model.loading import frequencies_of, load_model
+from cartridge_forge.plugins.library.attention_matching import attention_matched
 from cartridge_forge.plugins.library.models.adapter import flat_attention
 from cartridge_forge.protocols.errors import DataError
 
@@ -62,6 +65,24 @@ def test_moved_keys_are_those_read_there(pair: FamilyPair) -> None:
     for frequencies in (pair.ours.frequencies(), frequencies_of(str(pair.path))):
         torch.testing.assert_close(shifted(read, 40, frequencies), there, rtol=0, atol=2e-5)
     assert not torch.allclose(read, there, atol=0.05)
+
+
+def test_a_cartridge_of_all_tokens_is_the_document_and_fewer_are_near(pair: FamilyPair) -> None:
+    """In closed form, by a pass that fits each layer when it attends: with caps, sinks, windows,
+    chunks, and heads that are widened with zeros."""
+    ids, behind = tuple(pair.ids[:PREFIX].tolist()), pair.ids[PREFIX:]
+    length = TOKENS - PREFIX
+
+    def read(kv: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return pair.found(behind, [length], kv.shape[3], kv)
+
+    whole = read(pair.kv)
+    made = attention_matched(pair.ours, ids, pair.kv, PREFIX, 1)
+    assert float((read(made) - whole).abs().max()) < 10 * NATS
+    fewer = attention_matched(pair.ours, ids, pair.kv, 8, 1)
+    assert fewer.shape[3] == 8
+    assert fewer.isfinite().all()
 
 
 def test_keys_that_hold_learned_positions_are_not_moved(tmp_path: Path) -> None:
