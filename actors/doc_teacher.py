@@ -22,7 +22,7 @@ from cartridge_forge.learning.teacher import (
     own_document_kv,
     score_kept,
 )
-from cartridge_forge.learning.verified_rows import VerifiedRows
+from cartridge_forge.learning.verified.rows import VerifiedRows
 from cartridge_forge.protocols.step import (
     Sample,
     ScoreOutput,

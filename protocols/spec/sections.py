@@ -31,7 +31,7 @@ ARMS: tuple[Arm, ...] = ("none", "document", "untrained", "offline", "on_policy"
 LONGEST_BLOCK = 16
 
 
-class VerifySpec(SpecSection):
+class VerifiedRolloutSpec(SpecSection):
     """Configure verified rollouts: the student proposes a block of tokens, the document's teacher
     reads it in one pass, replaces the first token that it refuses and drops the rest of the block.
     """
@@ -101,7 +101,7 @@ class RolloutSpec(SpecSection):
         min_length=1,
         description="self-study prompts to draw from",
     )
-    verify: VerifySpec | None = Field(
+    verify: VerifiedRolloutSpec | None = Field(
         default=None,
         description="the document's teacher verifies what the student proposes; null: the student "
         "writes alone",

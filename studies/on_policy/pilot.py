@@ -42,7 +42,7 @@ from cartridge_forge.learning.teacher import (
     score_kept,
 )
 from cartridge_forge.learning.trainer import CartridgeTrainer
-from cartridge_forge.learning.verified_rows import VerifiedRows
+from cartridge_forge.learning.verified.rows import VerifiedRows
 from cartridge_forge.plugins.clinic.text import recite_prompt, sentences, unique_cue
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients

@@ -28,7 +28,7 @@ from cartridge_forge.learning.decode import DecodeBatch, new_row
 from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.teacher import document_kv
-from cartridge_forge.learning.verified_decode import VerifiedBatch, VerifiedRow
+from cartridge_forge.learning.verified.decode import VerifiedBatch, VerifiedRow
 from cartridge_forge.plugins.clinic.patients import generate_clinic
 from cartridge_forge.plugins.clinic.text import (
     Patient,

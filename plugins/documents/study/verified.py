@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from cartridge_forge.learning.verification import best_block
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.sections import MixSpec, VerifySpec
+from cartridge_forge.protocols.spec.sections import MixSpec, VerifiedRolloutSpec
 from cartridge_forge.protocols.step import Completion, GenerateRequest, Sample
 from cartridge_forge.protocols.verification import VerifiedCounts, VerifyCall, VerifyRow
 from cartridge_forge.services.clients import DocTeacherClient
@@ -232,7 +232,7 @@ class VerifiedSampling:
         return rows, total
 
     async def _group(
-        self, prompts: Sequence[StudyPrompt], verify: VerifySpec, generate: GenerateCall
+        self, prompts: Sequence[StudyPrompt], verify: VerifiedRolloutSpec, generate: GenerateCall
     ) -> tuple[list[Completion], VerifiedCounts]:
         """Return the verified responses to a group of prompts, and their counts."""
         responses = [VerifiedResponse(prompt) for prompt in prompts]
@@ -267,7 +267,7 @@ class VerifiedSampling:
         responses: Sequence[VerifiedResponse],
         number: int,
         block: int,
-        verify: VerifySpec,
+        verify: VerifiedRolloutSpec,
         generate: GenerateCall,
         ratio: float,
     ) -> tuple[list[tuple[VerifiedResponse, Completion]], Iterator[tuple[int, int | None]], float]:
@@ -303,7 +303,7 @@ def trained_marks(samples: Sequence[Sample]) -> tuple[tuple[bool, ...], ...] | N
     return tuple(tuple(t not in s.masked for t in range(len(s.response_ids))) for s in samples)
 
 
-def _block(verify: VerifySpec, counts: VerifiedCounts, ratio: float) -> int:
+def _block(verify: VerifiedRolloutSpec, counts: VerifiedCounts, ratio: float) -> int:
     """Return how many tokens the student proposes next."""
     if verify.block != "auto":
         return verify.block

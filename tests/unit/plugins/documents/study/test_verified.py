@@ -20,7 +20,7 @@ from twins import NEAR, Twin, build
 
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.teacher import document_kv
-from cartridge_forge.learning.verified_rows import VerifiedRows
+from cartridge_forge.learning.verified.rows import VerifiedRows
 from cartridge_forge.plugins.documents.study.verified import (
     VerifiedSampling,
     opened,

@@ -2,7 +2,7 @@
 
     VerifiedRows       verifies the blocks of a call; holds the groups used last, bounded in bytes
     RowGroup           the keys and values of a group's responses, behind those of their documents
-    RowAttention       attends over both within one pass
+    GroupAttention     attends over both within one pass
 
 A group is the responses that are verified together from the first block to the last. Each pass
 reads of every response what was not read before: the teacher's last token and the next block. A
@@ -174,7 +174,7 @@ class VerifiedRows:
         columns = torch.cat([torch.arange(*spans[b]) for b in order]).to(device)  # [N]
         prefix = torch.tensor([contexts[names[b]].shape[3] for b in order])
         positions = columns + torch.repeat_interleave(prefix, counts).to(device)  # [N]
-        attention = RowAttention(
+        attention = GroupAttention(
             group, order, row_of, columns, positions, lengths,
             [(contexts[name], len([*run])) for name, run in groupby(names[b] for b in order)],
         )  # fmt: skip
@@ -191,7 +191,7 @@ class VerifiedRows:
 
 
 @dataclass
-class RowAttention:
+class GroupAttention:
     """Attend within one pass of B rows of a group: over what was read of each and what is read now,
     and over the rows' contexts.
 
