@@ -26,7 +26,7 @@ RESULTS = (
     "docs/security.md",
     *(f"docs/explanation/{name}.md" for name in (
         "cartridges", "channels", "compression", "on_policy", "performance", "results", "rsa",
-        "scaling", "test_time_compute",
+        "scaling", "test_time_compute", "verified_serving",
     )),
     *(f"studies/{name}/README.md" for name in (
         "aggregation", "ahead", "channels", "lengths", "on_policy", "real",
