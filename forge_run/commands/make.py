@@ -157,11 +157,13 @@ def _first(
     """Add the cartridges of the documents as they are before training to the server's library, say
     what they are worth, and return where each one is, by its name in a run."""
     from cartridge_forge.forge_run.plan.first_cartridges import first_cartridges, gain_text
+    from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
     from cartridge_forge.plugins.library.formats.base_model import read_base
     from cartridge_forge.plugins.library.importing import add_cartridge
     from cartridge_forge.plugins.library.store import CartridgeStore
 
     learn = load_spec(MESH, sets=sets).spec.learn
+    assert isinstance(learn, DocumentsLearn), "the shipped mesh is of documents"
     library = CartridgeStore(
         Path(load_serve(serve).spec.library), read_base(Path(learn.model.path))
     )
