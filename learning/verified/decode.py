@@ -34,7 +34,7 @@ from cartridge_forge.learning.attention import (
 )
 from cartridge_forge.learning.decode import DecodeState, draw
 from cartridge_forge.learning.decoder import LanguageModel, linear
-from cartridge_forge.learning.verification import (
+from cartridge_forge.learning.verified.rules import (
     LONGEST_BLOCK,
     Verdict,
     verification_draws,

@@ -35,7 +35,7 @@ from cartridge_forge.learning.attention import (
     window_mask,
 )
 from cartridge_forge.learning.decoder import LanguageModel
-from cartridge_forge.learning.verification import (
+from cartridge_forge.learning.verified.rules import (
     Verdict,
     verification_draws,
     verify_exact,
@@ -179,7 +179,7 @@ class VerifiedRows:
             [(contexts[name], len([*run])) for name, run in groupby(names[b] for b in order)],
         )  # fmt: skip
         hidden: Tensor = self._model(torch.tensor(ids, device=device), positions, attention)
-        parts = dict(zip(order, hidden.split(lengths), strict=True))
+        parts = dict(zip(order, torch.split(hidden, lengths), strict=True))
         return [parts[b][max(0, len(rows[b].tokens) - 1 - spans[b][0]) :] for b in spans]
 
     def _keep(self, name: str, group: RowGroup) -> None:

@@ -20,7 +20,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from cartridge_forge.learning.verification import best_block
+from cartridge_forge.learning.verified.rules import best_block
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.sections import MixSpec, VerifiedRolloutSpec
