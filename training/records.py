@@ -248,7 +248,7 @@ def rollout_from(saved: dict[str, Any]) -> Rollout:
         document = p["document"]
         prompts.append(
             StudyPrompt(
-                document, p["kind"], GenerateRequest(**request), p.get("cartridge", document),
+                document, p["kind"], GenerateRequest(**_tuples(request)), p.get("cartridge", document),
                 tuple(p.get("contexts", [document])), p.get("prompt", ""),
             )
         )  # fmt: skip
