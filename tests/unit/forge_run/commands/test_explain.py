@@ -50,6 +50,7 @@ def test_a_section_has_a_row_for_each_of_its_keys() -> None:
     assert entry(about)["type"] == "a section or null"
     assert [row[0] for row in below.rows] == [
         "train.warm_start.steps", "train.warm_start.plateau", "train.warm_start.gain",
+        "train.warm_start.lr", "train.warm_start.loss",
     ]  # fmt: skip
     assert below.rows[0][1:3] == ("a whole number, >= 1", "none: it must be given")
 
