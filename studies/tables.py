@@ -177,6 +177,19 @@ def articles(study: str, record: str) -> Table:
     return heads, [*body, ["mean", *[""] * 6, f"**{closed}**", untrained, "", ""]]
 
 
+def answering(study: str, record: str) -> Table:
+    """Return the loss of the right answers, F1 and contained answers of each article's arms."""
+    arms = ("none", "document", "retrieved", "untrained", "trained")
+    body = []
+    for row in _results(study, record):
+        title = f"{row['article']}, P = {row['tokens']}, {row['arms']['none']['n']} questions"
+        measured = [row["arms"][arm] for arm in arms]
+        body.append([title, "loss", *(f"{one['nll']:.2f}" for one in measured)])
+        body.append(["", "F1", *(f"{one['f1']:.2f}" for one in measured)])
+        body.append(["", "contained", *(percent(one["contained"]) for one in measured)])
+    return ["article", "outcome", *arms], body
+
+
 def closed_form(study: str, records: str) -> Table:
     """Return both outcomes of each start of the articles of records, joined by commas, with the
     ratios of KL and seconds to those of the start before."""
@@ -683,6 +696,7 @@ TABLES: Mapping[str, Callable[[str, str], Table]] = {
     "training": training,
     "right_answers": right_answers,
     "articles": articles,
+    "answering": answering,
     "closed_form": closed_form,
     "over_prompt": over_prompt,
     "beside_transformers": beside_transformers,
