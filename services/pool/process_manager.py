@@ -26,6 +26,9 @@ from cartridge_forge.services.pool.process import ALONE, ProcessHost, ReplicaPro
 SPARE_SECONDS = 1.0  # an idle process answers in a millisecond
 RETRY_SECONDS = 1.0  # between two trials of a host that fails them at once
 START_SHARE = 0.25  # of the time for a start, for one host of several
+# Numbers the processes of every mesh of this process: Monarch's report about one that has ended,
+# by a mesh that has stopped too, must not match a later one.
+NUMBERS = itertools.count()
 
 T = TypeVar("T")
 
@@ -72,7 +75,6 @@ class ProcessManager:
         self._warm = warm
         self._timeout_s = timeout_s
         self._variables = variables or {}
-        self._count = itertools.count()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
         self._closed = False
@@ -289,8 +291,7 @@ class ProcessManager:
         deadline = time.monotonic() + self._timeout_s
         while True:
             host = await self._choose(role, deadline, without, len(gpus))
-            # Names are unique: a report about an abandoned start must not match a later process.
-            name = f"{stem}x{next(self._count)}"
+            name = f"{stem}x{next(NUMBERS)}"
             limit = self._timeout_s * (START_SHARE if self._is_one_of_several(host) else 1)
             try:
                 process = self._spawn_on(host, name, role, threads, gpus, ranks)
@@ -376,7 +377,7 @@ class ProcessManager:
         abandoned start could still come up when the connection returns."""
         while True:
             try:
-                name = f"trialx{next(self._count)}"
+                name = f"trialx{next(NUMBERS)}"
                 process = await self._started(self._spawn_on(host, name, "", 1, ()), None)
             except RunError:
                 await asyncio.sleep(RETRY_SECONDS)

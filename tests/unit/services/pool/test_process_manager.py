@@ -71,6 +71,22 @@ def test_or_the_place_of_one_that_is_discarded() -> None:
     run(scenario())
 
 
+def test_a_name_of_a_process_is_never_used_again_by_another_mesh() -> None:
+    """Monarch reports a death seconds later, by the name alone: the report of one mesh's generator
+    must not end the generator of the next."""
+
+    async def scenario() -> None:
+        names = []
+        for _ in range(2):
+            processes, _ = of(("g0", "generator", 2))
+            for _ in range(2):
+                names.append((await processes.take("generator", 1, role="generator")).name)
+            await processes.stop()
+        assert len(set(names)) == 4
+
+    run(scenario())
+
+
 def test_a_worker_that_never_comes_is_what_the_error_names() -> None:
     async def scenario() -> None:
         processes, _ = of(("g0", "generator", 1))
