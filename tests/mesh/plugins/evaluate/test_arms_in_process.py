@@ -174,7 +174,8 @@ def test_questions_that_fit_two_documents_of_a_cartridge_are_left_out_and_counte
     first = exam.items[0]
     other = next(i for i in exam.items if i.asked.document != first.asked.document)
     assert not exam.ambiguous  # each document has a cartridge of its own
-    choice = replace(first.asked.choice, text="what is it?")  # type: ignore[type-var]
+    assert first.asked.choice is not None
+    choice = replace(first.asked.choice, text="what is it?")
     same = [
         replace(first, asked=replace(first.asked, choice=choice)),
         replace(other, asked=replace(other.asked, choice=replace(choice, correct="another"))),
