@@ -1,8 +1,11 @@
-"""A publish that does not reach a generator stops the run; it never trains on stale tokens."""
+"""Test roles of a mesh: a publish that breaks, a role of others."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from monarch.actor import endpoint
 from cartridge_forge.actors.generator import GeneratorActor
 from cartridge_forge.learning.cartridge import since_of
 from cartridge_forge.protocols.errors import PublishError, StaleTokenError
-from cartridge_forge.protocols.plugins import CORE
+from cartridge_forge.protocols.plugins import CORE, GROUP
 from cartridge_forge.protocols.step import (
     CartridgeSnapshot,
     GenerateOutput,
@@ -76,3 +79,63 @@ def test_a_broken_publish_is_refused(
     # Step 1 trained on version 0's own tokens; nothing was trained after the publish that broke.
     lines = directory.metrics.read_text().splitlines()
     assert len(lines) == 1
+
+
+CODE = """
+from monarch.actor import Actor, endpoint
+from cartridge_forge.protocols.plugins import Plugin
+
+
+class Doubler(Actor):
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    @endpoint
+    async def ready(self) -> int:
+        return self.times
+
+    @endpoint
+    async def double(self, word: str) -> str:
+        return word * self.times
+
+
+PLUGIN = Plugin("doubler", roles={"doubler": "doubler_plugin:Doubler"})
+"""
+USER = """
+import asyncio
+
+from monarch.actor import this_host
+
+from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.services.pool.service import Service
+from cartridge_forge.services.roles import actor_class
+
+
+async def main() -> None:
+    service = await Service.of(this_host())
+    actor = actor_class("doubler")
+    pool = service.spawn(actor, n=1, args=(2,), role="doubler", spec=RoleSpec())
+    await service.ready()
+    print("answer", await pool.route("double", "ab"))
+    await service.stop()
+
+
+asyncio.run(main())
+"""
+
+
+def test_a_role_of_another_package_answers(tmp_path: Path) -> None:
+    (tmp_path / "doubler_plugin.py").write_text(CODE)
+    info = tmp_path / "doubler_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: doubler-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\ndoubler = doubler_plugin:PLUGIN\n")
+    user = tmp_path / "user.py"
+    user.write_text(USER)
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, str(user)],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "answer abab" in done.stdout

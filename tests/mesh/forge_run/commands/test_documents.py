@@ -1,9 +1,12 @@
-"""`forge ask` over a library, a run and a server: the same cartridge gives the same answer."""
+"""Test commands over documents: ask, make, selfstudy."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,16 +16,22 @@ import pytest
 import torch
 from format_setup import checkpoint_of
 from serving_setup import READER, Served, add_cartridge, cartridge, serving
+from small_run import ROOT
 
 from cartridge_forge.forge_run.cli import forge
 from cartridge_forge.forge_run.commands.ask import choice_text
+from cartridge_forge.forge_run.commands.selfstudy import command
 from cartridge_forge.learning.checkpoint import write_checkpoint
 from cartridge_forge.plugins.documents.retrieval import Bm25Router, Choice, count_terms
+from cartridge_forge.plugins.documents.synthesis import read_rows
 from cartridge_forge.plugins.library.formats.base_model import read_base
 from cartridge_forge.plugins.library.names import CartridgeName
 from cartridge_forge.plugins.library.store import CartridgeStore
 from cartridge_forge.plugins.library.terms import write_terms
+from cartridge_forge.plugins.replay.fake_provider.app import FakeProvider, ProviderRequest
+from cartridge_forge.plugins.replay.spec import PriceSpec
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest, SampleResult
+from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.records.run_files import TERMS
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.yaml_source import dump_yaml
@@ -212,3 +221,153 @@ def test_a_chat_and_sides_are_answered_here(
     ):
         assert forge(["ask", *words]) == 2
         assert why in capsys.readouterr().err
+
+
+pytestmark = [pytest.mark.timeout(900)]
+
+READER_MODEL = ROOT / "models" / "clinic-reader"
+SMALL = (
+    "self_study.questions=6", "self_study.min_chunk=100", "self_study.max_chunk=300",
+    "self_study.question_tokens=40", "rollout.prompts=6", "rollout.max_tokens=12",
+    "train.steps=2", "train.warmup_steps=0", "train.checkpoint_every=1", "train.row_tokens=256",
+    "evaluate.questions=2", "evaluate.max_tokens=8", "spares=0",
+)  # fmt: skip
+
+
+def test_a_folder_becomes_a_cartridge_that_answers(tmp_path: Path) -> None:
+    texts = tmp_path / "tales"
+    texts.mkdir()
+    article = (ROOT / "tests" / "data" / "articles" / "salt.txt").read_text()
+    (texts / "salt.txt").write_text(article)
+    serve = (ROOT / "meshes" / "serve.yaml").read_text()
+    serve = serve.replace("../library", str(tmp_path / "library"))
+    (tmp_path / "serve.yaml").write_text(serve.replace("../models", str(ROOT / "models")))
+
+    def forge(*words: str) -> subprocess.CompletedProcess[str]:
+        code = "import sys; from cartridge_forge.forge_run.cli import forge; sys.exit(forge())"
+        return subprocess.run(
+            [sys.executable, "-c", code, *words, "--serve", str(tmp_path / "serve.yaml")],
+            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
+            text=True, timeout=600,
+        )  # fmt: skip
+
+    sets = [word for one in SMALL for word in ("--set", one)]
+    first = forge("make", str(texts), "--model", str(READER_MODEL), "--tokens", "24", "--now")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.splitlines()[0] == "tales@1: 24 tokens"
+    assert "cartridge 1 of 1, salt: in closed form, without training" in first.stderr
+    assert "usable now" in first.stderr
+    at_once = forge("ask", "tales", "what is salt?", "--max-tokens", "6")
+    assert at_once.returncode == 0, at_once.stderr
+    made = forge("make", str(texts), "--model", str(READER_MODEL), "--tokens", "24", *sets)
+    assert made.returncode == 0, made.stderr
+    assert "tales@2: 24 tokens\n" in made.stdout, "in closed form, and trained from there"
+    assert "one cartridge of 24 tokens" in made.stderr
+    assert "a usable cartridge exists: forge ask DOCUMENT QUESTION --run" in made.stderr
+    assert "tales@3: 24 tokens" in made.stdout
+    asked = forge("ask", "tales", "what is salt?", "--max-tokens", "6", "--beside", "--json")
+    assert asked.returncode == 0, asked.stderr
+    arms = {one["arm"]: one for one in json.loads(asked.stdout)}
+    assert list(arms) == ["none", "cartridge", "document"]
+    assert [arms[a]["prefix_tokens"] for a in ("none", "cartridge")] == [0, 24]
+    assert arms["document"]["prefix_tokens"] > 100
+    alone = forge("ask", "tales", "what is salt?", "--max-tokens", "6")
+    assert alone.stdout.strip() == arms["cartridge"]["answer"].strip()
+    (texts / "salt.txt").write_text(article + " And more.")
+    changed = forge("ask", "tales", "what is salt?", "--beside")
+    assert (changed.returncode, "have changed since" in changed.stderr) == (2, True)
+
+
+def test_mistakes_are_told_with_their_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORGE_HOME", str(tmp_path / "home"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("The harbour keeps nine boats.")
+    for words, said in (
+        (["missing"], "there is no file or folder"),
+        (["empty"], "no document in"),
+        (["texts"], "no model 'smollm2-135m'"),
+        (["texts"], "add it with forge models add smollm2-135m"),
+        (["texts", "--minutes", "0"], "--minutes must be > 0 and --ratio > 1: got 0 and None"),
+        (["texts", "--ratio", "1"], "got 20 and 1.0"),
+        (["texts", "--now", "--dry-run"], "--now trains nothing"),
+        (["texts", "--name", "my book"], "'my book' is no cartridge's name"),
+    ):
+        assert forge(["make", str(tmp_path / words[0]), *words[1:]]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_mistake_is_answered_without_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from cartridge_forge.forge_run.cli import forge; "
+        "forge(['make', sys.argv[1]]); "
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == 0
+
+
+STUDY_ROOT = Path(__file__).parents[4]
+SALT = STUDY_ROOT / "tests" / "data" / "articles" / "salt.txt"
+STUDY_MESH = str(STUDY_ROOT / "meshes" / "documents.yaml")
+STUDY_SMALL = (
+    f"data.path={SALT}", "self_study.questions=4", "self_study.min_chunk=40",
+    "self_study.max_chunk=60", "self_study.question_tokens=12", "self_study.answer_tokens=24",
+    "self_study.top_k=3",
+    "self_study.mix={question: 1, summarization: 1, recite: 0, continue: 0, cloze: 0}",
+)  # fmt: skip
+
+
+def test_the_model_itself_writes_rows_with_its_likeliest_tokens(tmp_path: Path) -> None:
+    spec = load_spec(STUDY_MESH, sets=STUDY_SMALL).spec
+    said: list[str] = []
+    lines = command(spec, tmp_path / "out", said.append)
+    rows = read_rows(tmp_path / "out" / "rows.jsonl")
+    assert [row.key for row in rows] == [f"salt/{i:05}" for i in range(4)]
+    answered = [row for row in rows if row.answer_ids]
+    assert answered
+    for row in answered:
+        assert len(row.answer_ids) == len(row.teacher_ids) == row.answer_tokens
+        # B is greedy: what it says is likeliest, and its log-probability that of the likeliest.
+        assert [at[0] for at in row.teacher_ids] == list(row.answer_ids)
+        assert [at[0] for at in row.teacher_logprobs] == pytest.approx(row.answer_logprobs)
+        assert {len(at) for at in row.teacher_ids} == {3}
+    told = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (told["rows"], told["model"]) == (4, rows[0].model)
+    assert told["documents"]["documents"][0]["sha256"] == rows[0].sha256
+    assert lines[-1].endswith("rows.jsonl")
+    before = (tmp_path / "out" / "rows.jsonl").read_bytes()
+    command(spec, tmp_path / "out", said.append)
+    assert (tmp_path / "out" / "rows.jsonl").read_bytes() == before
+
+
+def test_an_external_model_writes_them_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_KEY", "local-key-1234")
+    count = iter(range(10**6))
+
+    def rule(asked: ProviderRequest) -> str:
+        number = next(count)
+        return f"number {number} of {number * 7} and {number * 13}"
+
+    prices = {"tiny": PriceSpec(input=1.0, output=2.0)}
+    with FakeProvider(rule, prices, key="local-key-1234") as provider:
+        api = {
+            "provider": "openai", "model": "tiny", "key_env": "LOCAL_KEY",
+            "base_url": provider.openai_url,
+        }  # fmt: skip
+        spec = load_spec(STUDY_MESH, sets=[*STUDY_SMALL, f"self_study.api={json.dumps(api)}"]).spec
+        command(spec, tmp_path / "out", lambda line: None)
+    rows = read_rows(tmp_path / "out" / "rows.jsonl")
+    assert {row.model for row in rows} == {"openai:tiny"}
+    assert all(row.kept and row.asker == "model" for row in rows)
+    assert all(row.answer.startswith("number ") and row.answer_ids == () for row in rows)
+    assert "local-key" not in (tmp_path / "out" / "rows.jsonl").read_text()
+
+
+def test_a_mesh_on_other_data_has_no_self_study(tmp_path: Path) -> None:
+    spec = load_spec(str(STUDY_ROOT / "meshes" / "longhealth.yaml")).spec
+    with pytest.raises(SpecError, match="mesh longhealth has no self_study"):
+        command(spec, tmp_path, lambda line: None)

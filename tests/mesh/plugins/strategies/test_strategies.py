@@ -1,14 +1,18 @@
-"""A reward model in its process, asked by best-of-N and by a beam."""
+"""Test strategies in processes: reward models and RSA."""
 
 from __future__ import annotations
 
 import asyncio
+from math import comb
 from pathlib import Path
 
 import pytest
+from rooms.strategies.rsa_setup import accuracies, majority_copier
 from scripted_sampler import Scripted, words
 from strategy_setup import probability, reward_model
 
+from benchmarks.rsa_batching import measure
+from cartridge_forge.plugins.statistics.intervals import wilson_interval
 from cartridge_forge.plugins.strategies.catalog import parse, run
 from cartridge_forge.plugins.strategies.judges.opening import opened_judge
 from cartridge_forge.plugins.strategies.problem import StrategyResult
@@ -66,3 +70,23 @@ def test_what_cannot_be_read_is_told_before_anything_is_sampled(tmp_path: Path) 
 
     with pytest.raises(SpecError, match=r"process_reward\.model: .* cannot be read as a reward"):
         asyncio.run(opened())
+
+
+def test_a_population_is_one_call_and_faster_than_its_responses_in_turn() -> None:
+    measured = measure(repeats=3, M=1, N=16, K=4, T=4)
+    assert (measured["batched_calls"], measured["sequential_calls"]) == (4, 64)
+    assert measured["ratio"] > 1.5  # 4.0 to 4.8 on a quiet machine
+
+
+def test_a_copier_of_the_majority_drifts_from_below_a_half_down_and_from_above_up() -> None:
+    """One step by the hypergeometric formula; a leak of the right answers would lift the first."""
+    n, right, questions = 16, 6, 60
+    found = accuracies(majority_copier(right), questions, N=n, K=3, T=6)
+    pairs = comb(right, 2) * (n - right) + comb(right, 3)
+    low, high = wilson_interval(round(found[1] * questions * n), questions * n)
+    assert low <= pairs / comb(n, 3) <= high
+    assert found == sorted(found, reverse=True)
+    assert found[-1] < found[0] / 2
+    risen = accuracies(majority_copier(n - right), questions, N=n, K=3, T=6)
+    assert risen == sorted(risen)
+    assert risen[-1] > 1 - found[0] / 2

@@ -1,4 +1,4 @@
-"""Many more families that run through transformers: each as its own forward pass in every way."""
+"""Test more families of models."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference_pages.models import FILE, models_page, verdict_of
+from reference_pages.tiny_models import MODELS
 from rooms.learning.model_families import (
     EXPERTS,
     LATENT,
@@ -92,3 +94,19 @@ def test_a_family_is_computed_as_its_own_forward_pass(name: str, tmp_path: Path)
     ours, theirs = pair.gradients()
     bound = 1e-2 if ours.dim() == 0 else 1e-4
     assert float((ours - theirs).abs().max()) < bound * float(theirs.abs().max())
+
+
+def test_the_page_is_what_the_check_says() -> None:
+    assert FILE.read_text() == models_page(), (
+        "docs/reference/models.md is old: run `make reference-models`, commit it"
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_family_is_right_or_refused_by_name(name: str) -> None:
+    verdict = verdict_of(name)
+    assert verdict.family == MODELS[name][0]
+    if verdict.refusal:
+        assert repr(verdict.family) in verdict.refusal
+    else:
+        assert max(verdict.nats.values()) <= 1e-4
