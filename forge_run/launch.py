@@ -27,7 +27,7 @@ from rich.console import Console
 
 from cartridge_forge.forge_run.opening import OpenRun, opened
 from cartridge_forge.forge_run.resuming import sizes_of
-from cartridge_forge.plugins.cluster.hosts.own_address import reached_at
+from cartridge_forge.plugins.cluster.hosts.handshake import reached_at
 from cartridge_forge.plugins.cluster.tls.identity import read_identity
 from cartridge_forge.plugins.watch.console import ConsoleDisplay, print_results
 from cartridge_forge.protocols.errors import ForgeError, RunError, SpecError
@@ -132,7 +132,7 @@ def run(
 
 def _point(spec: RunSpec, directory: RunDirectory) -> ResumePoint:
     """Return where a run goes on that was cut off."""
-    from cartridge_forge.services.role_processes import last_state_here
+    from cartridge_forge.services.roles import last_state_here
 
     newest = newest_checkpoint(directory)
     return resume_point(directory, newest) if last_state_here(spec) else ResumePoint(newest)
@@ -210,7 +210,7 @@ def _drive(
     import monarch.actor as monarch
 
     from cartridge_forge.actors.base import bootstrap
-    from cartridge_forge.services.role_processes import controller_variables
+    from cartridge_forge.services.roles import controller_variables
     from cartridge_forge.training.controller import ControllerActor
 
     directory, resume = run.directory, run.resumed

@@ -119,7 +119,7 @@ def _mirror(
     from cartridge_forge.plugins.library.object_store import ObjectStore
     from cartridge_forge.plugins.library.run_mirror import RunMirror
     from cartridge_forge.plugins.library.run_store import StoredRun
-    from cartridge_forge.services.role_processes import writers_apart
+    from cartridge_forge.services.roles import writers_apart
 
     if stored is None or stored[0].id != directory.id:
         run = StoredRun(ObjectStore(url), spec.mesh.name, directory.id)

@@ -38,13 +38,14 @@ from cartridge_forge.services.pool.lifecycle import Check, Note
 from cartridge_forge.services.pool.pool import Pool, Replica
 from cartridge_forge.services.pool.process import same_files
 from cartridge_forge.services.pool.service import Service
-from cartridge_forge.services.role_processes import WRITERS, role_variables
 from cartridge_forge.services.roles import (
     ENGINE_GENERATOR,
+    WRITERS,
     actor_class,
     actor_of,
     device_of,
     role_arguments,
+    role_variables,
     with_room,
 )
 from cartridge_forge.services.run_directory import RunDirectory

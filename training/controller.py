@@ -285,7 +285,7 @@ class ControllerActor(Actor):
         """Return where the run goes on: at the trainer's last state, or at the newest checkpoint
         that is whole and whose rows are. Tells of newer ones."""
         from cartridge_forge.learning.checkpoint import newest_whole
-        from cartridge_forge.services.role_processes import last_state_here
+        from cartridge_forge.services.roles import last_state_here
 
         usable = partial(self._directory.stands, position=self._whole)
         checkpoint, passed = newest_whole(self._directory.checkpoints, usable)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cartridge_forge.plugins.library.object_store import MissingError, StoreError
 from cartridge_forge.plugins.library.run_store import StoredRun, StoreLease, mark_seen
-from cartridge_forge.plugins.library.stored_folder import (
+from cartridge_forge.plugins.library.stored_files import (
     CONTROLLER,
     LAST_STATE,
     TEACHERS,

@@ -28,7 +28,7 @@ from cartridge_forge.plugins.library.run_lease import (
     own_record,
     wait_for_lease,
 )
-from cartridge_forge.plugins.library.stored_folder import (
+from cartridge_forge.plugins.library.stored_files import (
     CONTROLLER,
     STATE,
     TEACHERS,

@@ -23,8 +23,7 @@ from cartridge_forge.plugins.episodes.ahead import (
     joined_generate,
     oldest_version,
 )
-from cartridge_forge.plugins.episodes.environments.episode_files import to_row
-from cartridge_forge.plugins.episodes.environments.failures import all_failed
+from cartridge_forge.plugins.episodes.environments.episode_files import all_failed, to_row
 from cartridge_forge.plugins.episodes.environments.training_signals import rl_samples, turn_samples
 from cartridge_forge.plugins.episodes.losses.advantages import varying
 from cartridge_forge.plugins.rsa.client import RSAAggregatorClient

@@ -29,8 +29,7 @@ from typing import Any
 from pydantic import Field
 
 from cartridge_forge.plugins.strategies.answers.extract import extract
-from cartridge_forge.plugins.strategies.answers.text_clusters import text_clusters
-from cartridge_forge.plugins.strategies.answers.votes import tally
+from cartridge_forge.plugins.strategies.answers.votes import tally, text_clusters
 from cartridge_forge.plugins.strategies.detectors import Detector
 from cartridge_forge.plugins.strategies.problem import StrategyCost, StrategyProblem, StrategyResult
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleResult, require

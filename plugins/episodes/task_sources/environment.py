@@ -8,7 +8,7 @@ from pathlib import Path
 from cartridge_forge.plugins.episodes.environments.action_parsing import JSON
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
-from cartridge_forge.plugins.episodes.task_sources.primer import PRIMER_TEXT
+from cartridge_forge.plugins.episodes.task_sources.base import PRIMER_TEXT
 from cartridge_forge.protocols.episodes import Task
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import stream_seed

@@ -26,7 +26,7 @@ from cartridge_forge.plugins.watch.console import (
     routing_text,
     summary,
 )
-from cartridge_forge.plugins.watch.report.channels import channels, rewards
+from cartridge_forge.plugins.watch.report.channels import aggregation, channels, rewards
 from cartridge_forge.plugins.watch.report.documents import documents
 from cartridge_forge.plugins.watch.report.episodes import MonitorCounts, episode, monitors
 from cartridge_forge.plugins.watch.report.evaluation import evaluation
@@ -41,7 +41,6 @@ from cartridge_forge.plugins.watch.report.plots import (
     curve,
     share_axes,
 )
-from cartridge_forge.plugins.watch.report.rsa import aggregation
 from cartridge_forge.plugins.watch.report.template import Block, Row, shortened
 from cartridge_forge.plugins.watch.report.votes import teachers
 from cartridge_forge.protocols.files import iter_rows

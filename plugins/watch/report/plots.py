@@ -13,7 +13,7 @@ from html import escape
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from cartridge_forge.plugins.watch.report.palette import COLOURS, PLOT_STYLE
+from cartridge_forge.plugins.watch.report.template import COLOURS, PLOT_STYLE
 from cartridge_forge.protocols.records.run_files import TRAINED_ARMS
 
 if TYPE_CHECKING:

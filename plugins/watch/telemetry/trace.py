@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cartridge_forge.plugins.watch.telemetry.values import epoch_seconds, role_of
+from cartridge_forge.plugins.watch.telemetry.hub import epoch_seconds, role_of
 from cartridge_forge.protocols.records.run_files import MetricRow
 from cartridge_forge.protocols.records.status import RunStatus
 from cartridge_forge.protocols.spec.mesh import RunSpec

@@ -14,7 +14,7 @@ from typing import Any
 import wandb
 from wandb.errors import Error as WandbError
 
-from cartridge_forge.plugins.watch.telemetry.values import evaluated_values, row_values, step_values
+from cartridge_forge.plugins.watch.telemetry.hub import evaluated_values, row_values, step_values
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.records.run_files import MetricRow
 from cartridge_forge.protocols.records.status import RunStatus

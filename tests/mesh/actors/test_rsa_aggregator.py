@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from desk_tasks import a_task, expected_after, solution
+from episode_setup import a_task, expected_after, solution
 from monarch.actor import Actor, concurrent_endpoint, this_host
 
 from cartridge_forge.actors.environment import EnvironmentActor

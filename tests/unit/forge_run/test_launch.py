@@ -14,7 +14,7 @@ from cartridge_forge.forge_run.commands.run import roles_sized
 from cartridge_forge.forge_run.launch import monarch_environment, prepare_links
 from cartridge_forge.forge_run.preflight import unmet
 from cartridge_forge.forge_run.resuming import UNFINISHED, open_directory, sizes_of
-from cartridge_forge.plugins.cluster.hosts.own_address import reached_at
+from cartridge_forge.plugins.cluster.hosts.handshake import reached_at
 from cartridge_forge.plugins.cluster.tls.certificates import certificates
 from cartridge_forge.protocols.errors import CheckpointError, SpecError
 from cartridge_forge.protocols.spec.loading import load_spec
@@ -114,7 +114,7 @@ def test_only_its_plane_brings_torch_into_the_client_of_a_run() -> None:
     script = (
         "import cartridge_forge.actors.base, cartridge_forge.forge_run.launch\n"
         "import cartridge_forge.forge_run.opening, cartridge_forge.services.planes.open\n"
-        "import cartridge_forge.services.role_processes, cartridge_forge.training.controller\n"
+        "import cartridge_forge.services.roles, cartridge_forge.training.controller\n"
         "print('torch' in sys.modules)"
     )
     assert of_fresh(script) == "False\n"
@@ -138,7 +138,7 @@ def test_as_it_is_set() -> None:
 
 def test_with_tls_a_pod_goes_by_the_name_of_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "cartridge_forge.plugins.cluster.hosts.own_address._local_address", lambda *to: "10.0.0.7"
+        "cartridge_forge.plugins.cluster.hosts.handshake._local_address", lambda *to: "10.0.0.7"
     )
     monkeypatch.setenv("POD_NAMESPACE", "forge-x")
     assert reached_at(HostsSpec(kind="kubernetes", tls="certs")) == "10-0-0-7.forge-x.pod"

@@ -22,7 +22,7 @@ from cartridge_forge.plugins.library.run_store import (
     stored_runs,
     take_lease,
 )
-from cartridge_forge.plugins.library.stored_folder import TRAINER, StoredFolder
+from cartridge_forge.plugins.library.stored_files import TRAINER, StoredFolder
 from cartridge_forge.protocols.errors import CheckpointError, RunError
 from cartridge_forge.protocols.files import read_rows
 from cartridge_forge.protocols.records.run_files import MetricRow

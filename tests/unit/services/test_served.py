@@ -26,8 +26,7 @@ from cartridge_forge.protocols.step import (
 )
 from cartridge_forge.services.clients import PublishedCartridges
 from cartridge_forge.services.proc_info import CpuSeconds, cpu_seconds
-from cartridge_forge.services.role_processes import last_state_here
-from cartridge_forge.services.roles import ALONE
+from cartridge_forge.services.roles import ALONE, last_state_here
 
 PACKET = TensorRef("k", TensorLayout(()))
 

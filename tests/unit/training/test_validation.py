@@ -25,7 +25,6 @@ from cartridge_forge.protocols.step import (
     TensorLayout,
     TensorRef,
 )
-from cartridge_forge.training.canary import Canary
 from cartridge_forge.training.loop import (
     OverlappedValidation,
     PhaseTimer,
@@ -36,6 +35,7 @@ from cartridge_forge.training.loop import (
 )
 from cartridge_forge.training.records import StepTimes, WorkTime, busy, work_time
 from cartridge_forge.training.training_run import TimeLeft
+from cartridge_forge.training.weight_sync import Canary
 
 
 def row(version: int) -> MetricRow:

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from fake_hub import TOKEN, fake_hub
-from format_setup import cartridge, same
-from logits_setup import READER
+from format_setup import READER, cartridge, same
 from rooms.forge_run.cartridges_setup import MESH, REPOSITORY
 
 from cartridge_forge.forge_run.cli import forge
 from cartridge_forge.plugins.library.formats import forge as ours
 from cartridge_forge.plugins.library.formats.convert import FORMATS, read
-from cartridge_forge.plugins.library.terms import read_terms
+from cartridge_forge.plugins.library.store import read_terms
 from cartridge_forge.protocols.records.run_files import TERMS
 
 

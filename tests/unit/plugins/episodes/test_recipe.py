@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from desk_tasks import replayed
+from episode_setup import replayed
 
 from cartridge_forge.learning.model.loading import load_tokenizer
 from cartridge_forge.plugins.clinic.desk import (

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from cartridge_forge.plugins.library import stored_folder
+from cartridge_forge.plugins.library import stored_files
 from cartridge_forge.plugins.library.object_store import MissingError, ObjectStore, StoreError
-from cartridge_forge.plugins.library.stored_files import LedgerFile, TrainerFiles
-from cartridge_forge.plugins.library.stored_folder import (
+from cartridge_forge.plugins.library.stored_files import (
     CONTROLLER,
     NOTHING,
     TRAINER,
+    LedgerFile,
     StoredFolder,
+    TrainerFiles,
     pull,
     read_state,
 )
@@ -154,7 +155,7 @@ def test_what_grows_is_written_by_its_last_part_and_what_goes_is_removed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stored_folder, "PART_BYTES", 4)
+    monkeypatch.setattr(stored_files, "PART_BYTES", 4)
     folder = StoredFolder(store, "w", stored_folder_run)
     names = ["a.jsonl", "checkpoints/b", "checkpoints/c"]
     assert folder.push(names) == 10 + 4, "two equal files are one part"
@@ -220,7 +221,7 @@ def test_what_is_damaged_or_gone_is_told(
     with pytest.raises(MissingError, match=r"a\.jsonl was replaced meanwhile"):
         pull(store, "w", tmp_path / "there", folder.state, ["a.jsonl"])
     assert not [*(tmp_path / "there").iterdir()], "no part of a file"
-    out = stored_folder.StoredState(1, {"../x": {"size": 0, "parts": []}})
+    out = stored_files.StoredState(1, {"../x": {"size": 0, "parts": []}})
     with pytest.raises(CheckpointError, match=r"a file's path must be in it: got \.\./x"):
         pull(store, "w", tmp_path / "there", out, ["../x"])
     (bucket / "w" / "state.json").write_text('{"schema": 9}')

@@ -12,7 +12,7 @@ import pytest
 from scripted_sampler import Babbler, Scripted, Word, at, by_name, words
 
 from cartridge_forge.plugins.strategies.answers.extract import Form
-from cartridge_forge.plugins.strategies.answers.text_clusters import text_clusters, tf_idf
+from cartridge_forge.plugins.strategies.answers.votes import text_clusters, tf_idf
 from cartridge_forge.plugins.strategies.catalog import Strategy, parse, run
 from cartridge_forge.plugins.strategies.deepconf import (
     DeepConf,

@@ -14,7 +14,7 @@ import pytest
 from episode_setup import task
 from hypothesis import given
 from hypothesis import strategies as st
-from rooms.environments.problems_setup import over
+from rooms.environments.clinic_setup import over
 
 from cartridge_forge.plugins.episodes.environments.checking import (
     CheckPlan,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from format_setup import cartridge, files_of, write
-from rooms.registry.refusals_setup import SMALL, TEXTS, outcome
+from rooms.registry.hub_setup import SMALL, TEXTS, outcome
 from safetensors.torch import save_file
 from torch.nn import Parameter, ParameterList
 

@@ -12,10 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from format_setup import cartridge, cartridges, place, same, write
+from format_setup import (
+    PROMPT,
+    READER,
+    TOKENS,
+    cartridge,
+    cartridges,
+    our_logits,
+    place,
+    plain,
+    same,
+    trained,
+    write,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logits_setup import PROMPT, READER, TOKENS, our_logits, plain, trained
 from safetensors.torch import load_file
 from torch.nn import ParameterList
 from transformers import DynamicCache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rooms.services.prometheus_setup import Labels, value
+from rooms.services.sinks_setup import Labels, value
 from telemetry_stream import MEMORY, STEPS
 
 from cartridge_forge.plugins.watch.telemetry.prometheus import PrometheusSink

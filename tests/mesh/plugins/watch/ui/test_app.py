@@ -19,7 +19,7 @@ from recorded_run import EPISODE, finish, recorded_run, train
 from starlette.testclient import TestClient
 
 from cartridge_forge.plugins.watch.control.endpoints import Endpoints, write_endpoints
-from cartridge_forge.plugins.watch.report.palette import STATIC
+from cartridge_forge.plugins.watch.report.template import STATIC
 from cartridge_forge.plugins.watch.ui import app as ui_app
 from cartridge_forge.plugins.watch.ui import asking
 from cartridge_forge.plugins.watch.ui.access import PageAccess

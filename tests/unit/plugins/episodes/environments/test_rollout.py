@@ -23,17 +23,18 @@ from episode_setup import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from rooms.environments.problems_setup import over
+from rooms.environments.clinic_setup import over
 
 from cartridge_forge.plugins.clinic.text import PatientQuestion
 from cartridge_forge.plugins.episodes.environments import opening
 from cartridge_forge.plugins.episodes.environments.action_parsing import DESK, JSON
-from cartridge_forge.plugins.episodes.environments.episode_files import from_row, to_row
-from cartridge_forge.plugins.episodes.environments.failures import (
+from cartridge_forge.plugins.episodes.environments.episode_files import (
     all_failed,
     commonest_reason,
+    from_row,
     not_judged,
     reason,
+    to_row,
 )
 from cartridge_forge.plugins.episodes.environments.problems import clinic_problem
 from cartridge_forge.plugins.episodes.environments.rollout import over_cartridge, run_episodes

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from format_setup import ROPE, cartridge, write
-from logits_setup import READER, trained
+from format_setup import READER, ROPE, cartridge, trained, write
 
 from cartridge_forge.learning.model.loading import base_hash, load_model
 from cartridge_forge.plugins.library.formats.base_model import (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from recorded_run import answer, at, finish, recorded_run, train
 
-from cartridge_forge.plugins.watch.pages.recall import recalled, split_passages, tallied
+from cartridge_forge.plugins.watch.pages.rollouts_page import recalled, split_passages, tallied
 from cartridge_forge.plugins.watch.pages.row_index import (
     KeyedRows,
     RowFacts,

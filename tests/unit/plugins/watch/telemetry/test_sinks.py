@@ -30,8 +30,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
-from rooms.services.prometheus_setup import scraped, value
-from rooms.services.sinks_setup import RecordingSink, directory, reporting, spec
+from rooms.services.sinks_setup import RecordingSink, directory, reporting, scraped, spec, value
 from telemetry_stream import STEPS, event, row, status, step_spans, tell
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trace_check import read_trace

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from desk_tasks import a_task, expected_after, its_case, solution
+from episode_setup import a_task, expected_after, its_case, solution
 from hypothesis import given
 from hypothesis import strategies as st
 from openenv.core.env_server.http_server import create_fastapi_app
