@@ -258,7 +258,7 @@ def _model_of(entry: CartridgeVersion, served: ModelSpec, base: BaseModelInfo) -
 @contextmanager
 def _of_run(run: Path, cartridge: str, question: str) -> Iterator[AskedCartridge]:
     from cartridge_forge.plugins.library.formats import forge, run_checkpoint
-    from cartridge_forge.plugins.library.store import read_terms
+    from cartridge_forge.plugins.library.terms import read_terms
     from cartridge_forge.protocols.records.run_files import TERMS
 
     home = run_checkpoint.run_of(run)

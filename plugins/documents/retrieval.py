@@ -20,7 +20,7 @@ from itertools import chain, repeat
 from typing import Any
 
 from cartridge_forge.plugins.documents.words import words
-from cartridge_forge.plugins.library.store import Passages
+from cartridge_forge.plugins.library.terms import Passages
 from cartridge_forge.protocols.errors import DataError
 
 

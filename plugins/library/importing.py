@@ -9,12 +9,8 @@ from typing import Any
 
 from cartridge_forge.plugins.library.formats import forge, run_checkpoint
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
-from cartridge_forge.plugins.library.store import (
-    CartridgeStore,
-    CartridgeVersion,
-    Passages,
-    read_terms,
-)
+from cartridge_forge.plugins.library.store import CartridgeStore, CartridgeVersion
+from cartridge_forge.plugins.library.terms import Passages, read_terms
 from cartridge_forge.protocols.errors import CheckpointError, DataError
 from cartridge_forge.protocols.records.run_files import TERMS
 

@@ -9,19 +9,18 @@
 
 A version is written under a temporary name and renamed, so it is whole or absent. Its number is
 never used again, not even after it was dropped, so NAME@VERSION never changes its meaning. Only
-safetensors are read: no pickle."""
+safetensors are read: no pickle.
+"""
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +45,7 @@ from cartridge_forge.plugins.library.names import (
     is_name,
     parse_cartridge,
 )
+from cartridge_forge.plugins.library.terms import Passages, read_terms, write_terms
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import flush, write_atomically
 from cartridge_forge.protocols.records.run_files import TERMS
@@ -268,39 +268,3 @@ def _is_in_use(folder: Path) -> bool:
     finally:
         os.close(file)
     return False
-
-
-SCHEMA = 1
-
-TermCounts = Mapping[str, int]  # of a passage: how often it has each term
-Passages = Sequence[TermCounts]
-
-
-def write_terms(file: Path, terms: Mapping[str, Passages]) -> None:
-    """Write the passages' terms by cartridge; the file is replaced whole."""
-    plain = {name: [dict(counts) for counts in passages] for name, passages in terms.items()}
-    content = {"schema": SCHEMA, "terms": plain, "sha256": _sha256(plain)}
-    write_atomically(file, json.dumps(content, ensure_ascii=False, sort_keys=True) + "\n")
-
-
-def read_terms(file: Path) -> dict[str, Passages]:
-    """Return the passages' terms by cartridge, {} where there is no file. Raises DataError for a
-    file that is not as it was written."""
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_bytes())
-        if content["schema"] != SCHEMA:
-            raise ValueError(f"schema {content['schema']}, and this version reads {SCHEMA}")
-        terms: dict[str, Passages] = content["terms"]
-        if content["sha256"] != _sha256(terms):
-            raise ValueError("it does not match its own checksum")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(
-            f"{file} has no readable words ({error}); write them anew: forge cartridges words"
-        ) from error
-    return terms
-
-
-def _sha256(terms: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(terms, sort_keys=True).encode()).hexdigest()

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from cartridge_forge.plugins.documents.retrieval import Bm25Router, count_terms
-from cartridge_forge.plugins.library.store import Passages, write_terms
+from cartridge_forge.plugins.library.terms import Passages, write_terms
 from cartridge_forge.plugins.statistics.intervals import wilson_interval
 from cartridge_forge.protocols.records.run_files import RoutingAccuracy
 from cartridge_forge.protocols.step import Completion, GenerateRequest

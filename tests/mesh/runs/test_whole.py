@@ -113,7 +113,7 @@ def test_the_report_needs_no_network(finished: Finished) -> None:
     page = (finished.path / "report.html").read_text()
     fetched = re.findall(r"(?:src|href)\s*=\s*[\"'](?!#)(?!data:)([^\"']+)", page)
     assert not [f for f in fetched if "//" in f]
-    assert page.count("<svg") >= 1
+    assert "page Run draws the curves" in page
     for arm in ARMS:
         assert arm in page
 

@@ -15,7 +15,7 @@ from rooms.forge_run.cartridges_setup import MESH, REPOSITORY
 from cartridge_forge.forge_run.cli import forge
 from cartridge_forge.plugins.library.formats import forge as ours
 from cartridge_forge.plugins.library.formats.convert import FORMATS, read
-from cartridge_forge.plugins.library.store import read_terms
+from cartridge_forge.plugins.library.terms import read_terms
 from cartridge_forge.protocols.records.run_files import TERMS
 
 

@@ -26,7 +26,8 @@ from cartridge_forge.plugins.documents.retrieval import Bm25Router, Choice, coun
 from cartridge_forge.plugins.documents.synthesis import read_rows
 from cartridge_forge.plugins.library.formats.base_model import read_base
 from cartridge_forge.plugins.library.names import CartridgeName
-from cartridge_forge.plugins.library.store import CartridgeStore, write_terms
+from cartridge_forge.plugins.library.store import CartridgeStore
+from cartridge_forge.plugins.library.terms import write_terms
 from cartridge_forge.plugins.replay.fake_provider.app import FakeProvider, ProviderRequest
 from cartridge_forge.plugins.replay.spec import PriceSpec
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest, SampleResult

@@ -25,7 +25,8 @@ from cartridge_forge.plugins.library.names import (
     parse_cartridge,
     parse_model,
 )
-from cartridge_forge.plugins.library.store import INCOMING, CartridgeStore, read_terms, write_terms
+from cartridge_forge.plugins.library.store import INCOMING, CartridgeStore
+from cartridge_forge.plugins.library.terms import read_terms, write_terms
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import sha256_of
 from cartridge_forge.protocols.records.run_files import TERMS

@@ -170,7 +170,15 @@ POPULATIONS = {"accuracy": [0.5, 0.8], "majority_vote": 0.7, "pass_at_n": 0.9}
 
 ONE = ArmRow("one", "chain_of_thought", 0.5, (0.4, 0.6), 100, 3, 12.0, 30.0, 1.0, 0.2, 4.0)
 
-OTHER = replace(ONE, name=HOSTILE, accuracy=0.7, tokens=400, gain=0.2, gain_ci95=(0.1, 0.3))
+OTHER = replace(
+    ONE,
+    name=HOSTILE,
+    strategy=f"lost $x$ {HOSTILE}",
+    accuracy=0.7,
+    tokens=400,
+    gain=0.2,
+    gain_ci95=(0.1, 0.3),
+)
 
 
 def doc(value: float) -> dict[str, float]:
@@ -287,9 +295,8 @@ def test_what_others_wrote_is_text_and_never_markup(whole_html: str) -> None:
     assert "img" not in {tag for tag, _ in Page(whole_html).tags}
     assert whole_html.count("<script") == len(Page(whole_html).scripts) == 2  # the page's own
     drawn = ["".join(ElementTree.fromstring(svg).itertext()) for svg in svgs(whole_html)]
-    assert len(drawn) == 9
-    assert f"lost $x$ {HOSTILE}" in drawn[2]
-    assert "population 1" in drawn[3]
+    assert len(drawn) == 3
+    assert f"lost $x$ {HOSTILE}" in drawn[0]
 
 
 def test_episodes_that_all_died_are_said_to_have(tmp_path: Path) -> None:
@@ -299,14 +306,15 @@ def test_episodes_that_all_died_are_said_to_have(tmp_path: Path) -> None:
     row = metric(1, episodes={"count": 3, "errored": 3, "turns": 0})
     whole_run.append_metric(replace(row, kl=None))
     whole_run.write_results(results())
-    text = Page(write_report(whole_run.path).read_text()).text
+    page = Page(write_report(whole_run.path).read_text())
+    text = page.text
     assert "None of 3 episodes could be judged." in text
     assert "A case that could not be judged is unparsed and counts as wrong." in text
     assert "Flags of 3 episodes." in text
     assert "desk_01 (0 turns, environment_died)" in text
     assert "Channels" not in text
     assert "Teachers" not in text
-    assert "KL to the document teacher" not in text
+    assert "on_policy | 1 | - | - | - |" in "\n".join(page.lines)
 
 
 def test_the_frontier_is_what_nothing_beats_for_less() -> None:
@@ -323,11 +331,13 @@ def test_a_run_on_questions_shows_its_sections_alone(html: str, run: RunDirector
         f"longhealth / {run.id}",
         "An answer that names no option is unparsed",
         "2026-07-26T10:15:30.000Z",
-        "on_policy: 2.000 to 0.500 in 4 steps; offline: 2.000 to 0.500 in 4 steps.",
-        # 0.05 of 1.00 s and 0.25 of 1.20 s
-        "Orchestration: on_policy 5.0%, offline 20.8%; the goal is 10% of a step at most.",
     ):
         assert piece in text, piece
+    lines = Page(html).lines
+    ends = "4 | 2.000 | 0.500 | 40.0% | 80.0% | 0.50 | 0.10 | 0.30 | 0.05"
+    # 0.05 of 1.00 s and 0.25 of 1.20 s
+    assert f"on_policy | {ends} | 1.00 | 5.0%" in [line.strip(" |") for line in lines]
+    assert f"offline | {ends} | 1.20 | 20.8%" in [line.strip(" |") for line in lines]
 
 
 def test_the_same_files_give_the_same_bytes_of_a_small_run(
@@ -350,21 +360,14 @@ def test_the_same_files_give_the_same_bytes_of_a_small_run(
     assert (copy / "report.html").read_bytes() == before
 
 
-def test_a_long_run_is_smoothed(tmp_path: Path) -> None:
-    run = make_run(tmp_path, steps=60, finished=False)
-    assert "on_policy, mean of 3" in write_report(run.path).read_text()
-
-
 def own_scripts_alone(html: str) -> bool:
     """Two scripts of its own: what is kept as JSON, in which a "<" is escaped, and the code."""
     kept, code = Page(html).scripts
     return html.count("<script") == 2 and "<" not in kept and code == script()
 
 
-def test_the_plots_are_labelled_and_follow_the_page(html: str) -> None:
-    drawn = svgs(html)
-    assert len(drawn) == 3
-    for svg in drawn:
+def test_the_plots_are_labelled_and_follow_the_page(whole_html: str) -> None:
+    for svg in svgs(whole_html):
         root = ElementTree.fromstring(svg)  # well-formed on its own
         assert root.get("role") == "img"
         assert root.get("viewBox")
@@ -372,15 +375,7 @@ def test_the_plots_are_labelled_and_follow_the_page(html: str) -> None:
         assert re.findall(r"#dead|font-size: 0", svg) == []
         assert "var(--ink)" in svg
         assert set(re.findall(r"#[0-9a-f]{6}\b", svg)) <= {"#000000", "#ffffff"}
-    kl, accuracy, phases = (" ".join(ElementTree.fromstring(s).itertext()) for s in drawn)
-    assert "on_policy" in kl
-    assert "nats per token" in kl
-    for level in ("none 21%", "document 98%", "offline 76%", "on_policy 88%"):
-        assert level in accuracy
-    assert "untrained" not in accuracy
-    for phase in ("rollout", "score", "train", "publish", "orchestration", "10%"):
-        assert phase in phases
-    assert 'aria-label="KL to the document teacher, per token. on_policy:' in html
+    assert 'aria-label="Accuracy against tokens. 100 questions over version 16;' in whole_html
 
 
 def test_the_routers_share_stands_under_the_arms(tmp_path: Path) -> None:
@@ -497,14 +492,6 @@ def test_a_failed_run_says_why(tmp_path: Path) -> None:
     assert f"error: StaleTokenError: {HOSTILE}" in page.text
     assert ("p", {"class": "status failed"}) in page.tags
     assert own_scripts_alone(html)
-    assert len(svgs(html)) == 2  # no probe, so no accuracy plot
-
-
-def test_probes_without_final_arms_are_named_in_a_legend(tmp_path: Path) -> None:
-    run = make_run(tmp_path, steps=2, finished=False)
-    html = write_report(run.path).read_text()
-    assert "offline" in " ".join(ElementTree.fromstring(svgs(html)[1]).itertext())
-    assert "final accuracy" not in html
 
 
 def test_a_long_rollout_is_cut(tmp_path: Path) -> None:
