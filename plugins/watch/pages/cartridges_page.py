@@ -31,7 +31,7 @@ def cartridges(view: RunView, checkpoint: str) -> dict[str, Any]:
     return page | {
         "shown": chosen.name,
         "document_tokens": (results.get("compression") or {}).get("document_tokens"),
-        "cartridges": _described(chosen, _mark(chosen), trained),
+        "cartridges": _described(chosen, chosen.stat().st_mtime, trained),
     }
 
 
@@ -63,10 +63,6 @@ def _described(checkpoint: Path, mark: float, dtype: str) -> list[Mapping[str, A
         }
         for name, one in read_all(checkpoint).items()
     ]  # fmt: skip
-
-
-def _mark(checkpoint: Path) -> float:
-    return checkpoint.stat().st_mtime
 
 
 def _path(view: RunView, name: str) -> Path:
