@@ -40,8 +40,13 @@ from cartridge_forge.services.planes.open import PLANE_IMPORTS
 from cartridge_forge.services.pool.hosts import LINK_ENVIRONMENT
 from cartridge_forge.services.pool.sizes import PoolSize
 from cartridge_forge.services.proc_info import descendants, has_ended
-from cartridge_forge.services.run_directory import RunDirectory, storage_error
-from cartridge_forge.services.run_position import ResumePoint, newest_checkpoint, resume_point
+from cartridge_forge.services.run_directory import (
+    ResumePoint,
+    RunDirectory,
+    newest_checkpoint,
+    resume_point,
+    storage_error,
+)
 
 POLL_SECONDS = 0.5  # between two looks at signals, and at whether the controller lives
 STATUS_SECONDS = 1.0  # between two statuses: each takes both processes 2 ms

@@ -35,8 +35,13 @@ from cartridge_forge.protocols.records.status import RunStatus
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.services.pool.sizes import PoolSize, opening, restore
 from cartridge_forge.services.proc_info import CpuSeconds, cpu_seconds
-from cartridge_forge.services.run_directory import Position, RunDirectory, storage_error
-from cartridge_forge.services.run_position import ResumePoint, resume_point
+from cartridge_forge.services.run_directory import (
+    Position,
+    ResumePoint,
+    RunDirectory,
+    resume_point,
+    storage_error,
+)
 
 if TYPE_CHECKING:
     from cartridge_forge.services.mesh import Mesh

@@ -36,9 +36,8 @@ from cartridge_forge.services.clients import GeneratorClient, PublishedCartridge
 from cartridge_forge.services.mesh import Mesh
 from cartridge_forge.services.proc_info import CpuSeconds
 from cartridge_forge.services.roles import generator_evidence
-from cartridge_forge.services.run_directory import RunDirectory
+from cartridge_forge.services.run_directory import ResumePoint, RunDirectory, write_run_state
 from cartridge_forge.services.run_log import RunLog
-from cartridge_forge.services.run_position import ResumePoint, write_run_state
 from cartridge_forge.training.loop import (
     OnPolicyLoop,
     OverlappedValidation,

@@ -31,8 +31,7 @@ from cartridge_forge.plugins.rsa.problems import ProblemSource, open_source
 from cartridge_forge.plugins.rsa.rollouts import CandidateRecord, PlayedRun, RSAStart, play
 from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.plugins.statistics.intervals import mean_interval
-from cartridge_forge.plugins.strategies.rsa.populations import reward
-from cartridge_forge.plugins.strategies.rsa.records import RSAProblem
+from cartridge_forge.plugins.strategies.rsa.populations import RSAProblem, reward
 from cartridge_forge.protocols.episodes import Episode, Observation, Task, Turn
 from cartridge_forge.protocols.errors import DataError, RunError
 from cartridge_forge.protocols.layout import layout_of

@@ -20,8 +20,7 @@ from cartridge_forge.learning.teacher import document_kv
 from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo, made_for, read_base
 from cartridge_forge.plugins.library.formats.cartridge_file import DTYPES, CartridgeFile, Provenance
 from cartridge_forge.plugins.library.formats.convert import FORMATS
-from cartridge_forge.plugins.library.importing import add_cartridge
-from cartridge_forge.plugins.library.store import CartridgeStore
+from cartridge_forge.plugins.library.store import CartridgeStore, add_cartridge
 
 SUFFIX = {"forge": "", "hazy": ".pt", "peft": "", "tokasaurus": ""}
 ROPE = {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0}

@@ -1,6 +1,6 @@
 """Define TaskSource: where the tasks of episodes come from, and how students act in them.
 
-DeskTasks           cases at generated clinic desks    (plugins.episodes.task_sources.desk)
+DeskTasks           cases at generated clinic desks    (plugins.episodes.task_sources.environment)
 RowTasks            rows of the user's datasets        (plugins.episodes.task_sources.rows)
 EnvironmentTasks    tasks of the user's environments   (plugins.episodes.task_sources.environment)
 

@@ -38,7 +38,7 @@ def cartridges(view: RunView, checkpoint: str) -> dict[str, Any]:
 def difference(view: RunView, name: str, a: str, b: str) -> dict[str, Any]:
     """Return how far a cartridge's numbers in checkpoint `b` are from those in `a`, layer by layer.
     Raises DataError for a cartridge or a checkpoint that is not there."""
-    from cartridge_forge.plugins.library.formats.diff import changes
+    from cartridge_forge.plugins.library.formats.convert import changes
     from cartridge_forge.plugins.library.formats.run_checkpoint import read_all
 
     read = [read_all(_path(view, one), [name])[name] for one in (a, b)]
@@ -51,7 +51,7 @@ def _described(checkpoint: Path, mark: float, dtype: str) -> list[Mapping[str, A
     the published cartridge, in the model's dtype."""
     import torch
 
-    from cartridge_forge.plugins.library.formats.diff import norms
+    from cartridge_forge.plugins.library.formats.convert import norms
     from cartridge_forge.plugins.library.formats.run_checkpoint import read_all
 
     size = getattr(torch, dtype).itemsize

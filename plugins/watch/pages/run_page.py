@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from cartridge_forge.plugins.statistics.intervals import wilson_interval
+from cartridge_forge.plugins.watch.pages.row_index import FollowedRows
 from cartridge_forge.plugins.watch.pages.run_view import RunView
-from cartridge_forge.plugins.watch.pages.tail import FollowedRows
 from cartridge_forge.plugins.watch.pages.timeline import stages
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.services.run_directory import outcome

@@ -105,7 +105,7 @@ def _differing(views: Sequence[RunView]) -> list[dict[str, Any]]:
 def paired(views: Sequence[RunView]) -> dict[str, Any]:
     """Return the runs' paired differences as `forge compare` tells them, or why there are none.
     Raises DataError for no run, or too many."""
-    from cartridge_forge.plugins.evaluate.comparison import (
+    from cartridge_forge.plugins.evaluate.compare import (
         RESAMPLES,
         compare_groups,
         grouped,

@@ -17,11 +17,11 @@ from monarch.actor import Actor, concurrent_endpoint, this_host
 from cartridge_forge.actors.environment import EnvironmentActor
 from cartridge_forge.actors.heartbeat import HeartbeatActor, HeartbeatHandle, PortCall, open_port
 from cartridge_forge.actors.rsa_aggregator import RSAAggregatorActor
-from cartridge_forge.plugins.cluster.hosts.host_beats import HostBeatsActor, WatchedProcess
+from cartridge_forge.plugins.cluster.hosts.host_heartbeats import HostBeatsActor, WatchedProcess
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.episodes.spec.problems import ProblemsSpec
 from cartridge_forge.plugins.rsa.spec import RsaSpec
-from cartridge_forge.plugins.strategies.rsa.records import (
+from cartridge_forge.plugins.strategies.rsa.populations import (
     AggregationInput,
     JudgedPopulation,
     RSAProblem,

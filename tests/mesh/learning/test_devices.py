@@ -14,8 +14,16 @@ import torch
 from channel_setup import ALL, bank_of, changed, do, in_chunks, loss_form, scene, scored, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rooms.learning.alignment_setup import ZERO, packed_of, per_token, student
-from rooms.learning.devices_setup import OBJECTIVE, TRAIN, same, trainer_of
+from rooms.learning.devices_setup import (
+    OBJECTIVE,
+    TRAIN,
+    ZERO,
+    packed_of,
+    per_token,
+    same,
+    student,
+    trainer_of,
+)
 from second_device import Elsewhere
 from twins import Twin
 

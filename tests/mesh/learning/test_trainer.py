@@ -24,7 +24,7 @@ from cartridge_forge.learning.step import train_step
 from cartridge_forge.learning.teacher import TeacherDistribution, score
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
-from cartridge_forge.protocols.records.token_scores import TOP, decoded, decoded_top
+from cartridge_forge.protocols.records.answers import TOP, decoded, decoded_top
 from cartridge_forge.protocols.spec.sections import LossSpec, TrainSpec
 from cartridge_forge.protocols.step import TrainBatch, completions
 

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 from fake_mesh import run
 
-from cartridge_forge.plugins.library import run_mirror, run_store
+from cartridge_forge.plugins.library import run_store
 from cartridge_forge.plugins.library.object_store import ObjectStore, StoreError
-from cartridge_forge.plugins.library.run_mirror import RunMirror, stored_names
 from cartridge_forge.plugins.library.run_store import (
+    RunMirror,
     StoredRun,
     fetch,
     is_ahead,
     stored_at,
+    stored_names,
     stored_runs,
     take_lease,
 )
@@ -29,14 +30,14 @@ from cartridge_forge.protocols.records.run_files import MetricRow
 from cartridge_forge.protocols.records.status import RunStatus
 from cartridge_forge.protocols.spec.services import StoredPlace
 from cartridge_forge.protocols.streams import TraceSpan
-from cartridge_forge.services.run_directory import RunDirectory
-from cartridge_forge.services.run_log import HELD_EVENTS, RunLog
-from cartridge_forge.services.run_position import (
+from cartridge_forge.services.run_directory import (
     ResumePoint,
+    RunDirectory,
     newest_checkpoint,
     resume_point,
     write_run_state,
 )
+from cartridge_forge.services.run_log import HELD_EVENTS, RunLog
 
 ROW = MetricRow(
     arm="on_policy", step=1, version=1, kl=0.5, grad_norm=0.1, lr=0.02, tokens=9, stale_tokens=0
@@ -178,21 +179,21 @@ LAST = "after step 5 of on_policy, from the trainer's last state"
 CHECKPOINT = "from version-000004, after step 4 of on_policy"
 
 
-def last_state(run_position_run: RunDirectory, version: int) -> None:
+def last_state(stopped_run: RunDirectory, version: int) -> None:
     """Its manifest, as `learning.checkpoint` writes it."""
-    run_position_run.last_state.mkdir(exist_ok=True)
+    stopped_run.last_state.mkdir(exist_ok=True)
     state = json.dumps({"facts": {"version": version}, "files": {}})
-    (run_position_run.last_state / "manifest.json").write_text(
+    (stopped_run.last_state / "manifest.json").write_text(
         json.dumps({"crc32": "0", "state": state})
     )
 
 
 @pytest.fixture
-def run_position_run(tmp_path: Path) -> RunDirectory:
+def stopped_run(tmp_path: Path) -> RunDirectory:
     """A run that was killed in step 6: it has a checkpoint of step 4 and the rows of 5 steps."""
-    run_position_run = RunDirectory.create(tmp_path, "tiny", "spec")
+    stopped_run = RunDirectory.create(tmp_path, "tiny", "spec")
     position = {"arm": "on_policy", "step": 4}
-    path = run_position_run.checkpoints / "version-000004"
+    path = stopped_run.checkpoints / "version-000004"
     path.mkdir()
     (path / "manifest.json").write_text(json.dumps({"facts": {"position": position}}))
     for step in range(1, 6):
@@ -200,72 +201,67 @@ def run_position_run(tmp_path: Path) -> RunDirectory:
             arm="on_policy", step=step, version=step, kl=0.1, grad_norm=1.0, lr=0.1, tokens=5,
             stale_tokens=0,
         )  # fmt: skip
-        run_position_run.append_metric(row)
-    write_run_state(run_position_run, STATE, 5)
-    last_state(run_position_run, 5)
-    return run_position_run
+        stopped_run.append_metric(row)
+    write_run_state(stopped_run, STATE, 5)
+    last_state(stopped_run, 5)
+    return stopped_run
 
 
-def test_a_run_goes_on_with_the_step_that_it_was_killed_in(run_position_run: RunDirectory) -> None:
-    newest = newest_checkpoint(run_position_run)
-    assert resume_point(run_position_run, newest) == ResumePoint(newest, STATE)
-    assert str(resume_point(run_position_run, newest)) == LAST
-    assert str(resume_point(run_position_run, None)) == LAST
-    assert resume_point(run_position_run, newest, (0, 5)).state == STATE
+def test_a_run_goes_on_with_the_step_that_it_was_killed_in(stopped_run: RunDirectory) -> None:
+    newest = newest_checkpoint(stopped_run)
+    assert resume_point(stopped_run, newest) == ResumePoint(newest, STATE)
+    assert str(resume_point(stopped_run, newest)) == LAST
+    assert str(resume_point(stopped_run, None)) == LAST
+    assert resume_point(stopped_run, newest, (0, 5)).state == STATE
 
 
 @pytest.mark.parametrize("version", [4, 6])
-def test_states_of_two_steps_are_not_put_together(
-    run_position_run: RunDirectory, version: int
-) -> None:
-    last_state(run_position_run, version)
-    assert str(resume_point(run_position_run, newest_checkpoint(run_position_run))) == CHECKPOINT
+def test_states_of_two_steps_are_not_put_together(stopped_run: RunDirectory, version: int) -> None:
+    last_state(stopped_run, version)
+    assert str(resume_point(stopped_run, newest_checkpoint(stopped_run))) == CHECKPOINT
 
 
 @pytest.mark.parametrize("lost", ["rows", "state", "torn", "half", "trainer", "whole", "newer"])
-def test_what_a_machine_lost_is_noticed(run_position_run: RunDirectory, lost: str) -> None:
-    newest, whole = newest_checkpoint(run_position_run), None
+def test_what_a_machine_lost_is_noticed(stopped_run: RunDirectory, lost: str) -> None:
+    newest, whole = newest_checkpoint(stopped_run), None
     if lost == "rows":
-        run_position_run.metrics.write_bytes(run_position_run.metrics.read_bytes()[:-1])
+        stopped_run.metrics.write_bytes(stopped_run.metrics.read_bytes()[:-1])
     elif lost == "state":
-        run_position_run.run_state.unlink()
+        stopped_run.run_state.unlink()
     elif lost == "torn":
-        run_position_run.run_state.write_text(run_position_run.run_state.read_text()[:-2])
+        stopped_run.run_state.write_text(stopped_run.run_state.read_text()[:-2])
     elif lost == "half":  # a state of step 6 over half of that of step 5
-        old = run_position_run.run_state.read_bytes()
-        write_run_state(run_position_run, {**STATE, "step": 6}, 5)
-        new = run_position_run.run_state.read_bytes()
-        run_position_run.run_state.write_bytes(new[: len(new) // 2] + old[len(new) // 2 :])
-        assert json.loads(run_position_run.run_state.read_text().splitlines()[0])["version"] == 5
+        old = stopped_run.run_state.read_bytes()
+        write_run_state(stopped_run, {**STATE, "step": 6}, 5)
+        new = stopped_run.run_state.read_bytes()
+        stopped_run.run_state.write_bytes(new[: len(new) // 2] + old[len(new) // 2 :])
+        assert json.loads(stopped_run.run_state.read_text().splitlines()[0])["version"] == 5
     elif lost == "trainer":
-        (run_position_run.last_state / "manifest.json").write_text("")
+        (stopped_run.last_state / "manifest.json").write_text("")
     elif lost == "whole":
         whole = (0, 4)
     else:
-        newest = run_position_run.checkpoints / "version-000005"
-    assert resume_point(run_position_run, newest, whole) == ResumePoint(newest)
+        newest = stopped_run.checkpoints / "version-000005"
+    assert resume_point(stopped_run, newest, whole) == ResumePoint(newest)
 
 
-def test_a_shorter_state_leaves_nothing_of_a_longer_one(run_position_run: RunDirectory) -> None:
-    write_run_state(run_position_run, {**STATE, "more": "x" * 9000}, 5)
-    assert resume_point(run_position_run, None).state == {**STATE, "more": "x" * 9000}
-    write_run_state(run_position_run, STATE, 5)
-    assert resume_point(run_position_run, None).state == STATE
+def test_a_shorter_state_leaves_nothing_of_a_longer_one(stopped_run: RunDirectory) -> None:
+    write_run_state(stopped_run, {**STATE, "more": "x" * 9000}, 5)
+    assert resume_point(stopped_run, None).state == {**STATE, "more": "x" * 9000}
+    write_run_state(stopped_run, STATE, 5)
+    assert resume_point(stopped_run, None).state == STATE
 
 
-def test_a_state_from_before_checksums_is_read(run_position_run: RunDirectory) -> None:
-    run_position_run.run_state.write_text(run_position_run.run_state.read_text().splitlines()[0])
-    assert resume_point(run_position_run, None).state == STATE
+def test_a_state_from_before_checksums_is_read(stopped_run: RunDirectory) -> None:
+    stopped_run.run_state.write_text(stopped_run.run_state.read_text().splitlines()[0])
+    assert resume_point(stopped_run, None).state == STATE
 
 
-def test_without_either_a_run_starts_again(run_position_run: RunDirectory) -> None:
-    run_position_run.run_state.unlink()
-    assert str(resume_point(run_position_run, None)) == "from the start"
-    (run_position_run.checkpoints / "version-000004" / "manifest.json").write_text("{")
-    assert (
-        str(resume_point(run_position_run, newest_checkpoint(run_position_run)))
-        == "from version-000004"
-    )
+def test_without_either_a_run_starts_again(stopped_run: RunDirectory) -> None:
+    stopped_run.run_state.unlink()
+    assert str(resume_point(stopped_run, None)) == "from the start"
+    (stopped_run.checkpoints / "version-000004" / "manifest.json").write_text("{")
+    assert str(resume_point(stopped_run, newest_checkpoint(stopped_run))) == "from version-000004"
 
 
 @pytest.fixture
@@ -374,8 +370,8 @@ def test_a_store_that_fails_is_told_once_and_tried_again(
     url: str, run_store_directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, said = stored(url, run_store_directory), list[str]()
-    monkeypatch.setattr(run_mirror, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(run_mirror, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(run_store, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(run_store, "AGAIN_SECONDS", 0.01)
     copies = mirror(run, run_store_directory, said)
     copies.start()
     put, failures = ObjectStore.put, iter([True, True, True])

@@ -17,8 +17,7 @@ from cartridge_forge.protocols.records.run_files import MetricRow
 from cartridge_forge.protocols.records.status import RunStatus
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef, Sampling
 from cartridge_forge.services.clients import Replied
-from cartridge_forge.services.run_directory import RunDirectory
-from cartridge_forge.services.run_position import ResumePoint
+from cartridge_forge.services.run_directory import ResumePoint, RunDirectory
 from cartridge_forge.training.controller import ControllerActor
 from cartridge_forge.training.loop import OverlappedValidation, RunState
 from cartridge_forge.training.recipe import drawn_steps

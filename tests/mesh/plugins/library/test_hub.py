@@ -16,8 +16,7 @@ from cartridge_forge.plugins.library.formats import forge
 from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
 from cartridge_forge.plugins.library.hub import pull, push
-from cartridge_forge.plugins.library.importing import add_cartridge
-from cartridge_forge.plugins.library.store import CartridgeStore
+from cartridge_forge.plugins.library.store import CartridgeStore, add_cartridge
 from cartridge_forge.protocols.errors import DataError
 
 # The client's own upload of a file is of a kind that its HTTP library wants spelled otherwise.

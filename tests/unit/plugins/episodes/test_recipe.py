@@ -24,7 +24,7 @@ from cartridge_forge.plugins.clinic.desk import (
     reply_in_shift,
 )
 from cartridge_forge.plugins.episodes.recipe import ToolEpisodesRecipe
-from cartridge_forge.plugins.episodes.task_sources.desk import DeskTasks
+from cartridge_forge.plugins.episodes.task_sources.environment import DeskTasks
 from cartridge_forge.plugins.replay.clinic_teachers import next_call
 from cartridge_forge.protocols.episodes import EnvironmentReply, EnvironmentRequest, Observation
 from cartridge_forge.protocols.errors import RunError, SpecError

@@ -16,14 +16,20 @@ from evaluation_setup import spec
 from cartridge_forge.forge_run.cli import forge
 from cartridge_forge.learning.model.loading import load_model
 from cartridge_forge.plugins.evaluate.calibration import MachineRates, measure_rates
-from cartridge_forge.plugins.evaluate.comparison import (
+from cartridge_forge.plugins.evaluate.compare import (
     AnswerSource,
     compare_groups,
     grouped,
     remarks,
 )
-from cartridge_forge.plugins.evaluate.formats import FORMATS, FormatPrompt
-from cartridge_forge.plugins.evaluate.own_text import WrittenText, is_in, summary, whole_sentences
+from cartridge_forge.plugins.evaluate.own_text import (
+    FORMATS,
+    FormatPrompt,
+    WrittenText,
+    is_in,
+    summary,
+    whole_sentences,
+)
 from cartridge_forge.plugins.statistics.intervals import mean_interval
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import json_lines

@@ -25,7 +25,6 @@ from cartridge_forge.plugins.library.attention_matching import attention_matched
 from cartridge_forge.plugins.library.formats import run_checkpoint
 from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile, Provenance
-from cartridge_forge.plugins.library.importing import add_cartridge, add_from_run
 from cartridge_forge.plugins.library.starting import (
     EVERY,
     keep_record,
@@ -35,7 +34,7 @@ from cartridge_forge.plugins.library.starting import (
     require_fit_of,
     start_lines,
 )
-from cartridge_forge.plugins.library.store import CartridgeStore
+from cartridge_forge.plugins.library.store import CartridgeStore, add_cartridge, add_from_run
 from cartridge_forge.protocols.errors import CheckpointError, DataError
 from cartridge_forge.protocols.spec.cartridge import CartridgeSpec, StartSpec
 from cartridge_forge.protocols.spec.loading import load_spec

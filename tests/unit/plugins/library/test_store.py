@@ -18,14 +18,13 @@ from safetensors.torch import load_file, save_file
 from cartridge_forge.learning.checkpoint import write_checkpoint
 from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo, config_hash
 from cartridge_forge.plugins.library.formats.forge import FILE, MANIFEST
-from cartridge_forge.plugins.library.importing import add_from_run
 from cartridge_forge.plugins.library.names import (
     CartridgeName,
     ModelName,
     parse_cartridge,
     parse_model,
 )
-from cartridge_forge.plugins.library.store import INCOMING, CartridgeStore
+from cartridge_forge.plugins.library.store import INCOMING, CartridgeStore, add_from_run
 from cartridge_forge.plugins.library.terms import read_terms, write_terms
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import sha256_of

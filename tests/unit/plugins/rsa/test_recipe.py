@@ -21,11 +21,11 @@ from cartridge_forge.plugins.rsa.problems import ByNumber, OfPatients
 from cartridge_forge.plugins.rsa.recipe import RSARecipe, RSARollout, aggregation_gain
 from cartridge_forge.plugins.rsa.spec import RsaSpec
 from cartridge_forge.plugins.strategies.rsa.islands import RSAShape
-from cartridge_forge.plugins.strategies.rsa.populations import aggregate
-from cartridge_forge.plugins.strategies.rsa.records import (
+from cartridge_forge.plugins.strategies.rsa.populations import (
     AggregationInput,
     JudgedCandidate,
     RSAProblem,
+    aggregate,
 )
 from cartridge_forge.protocols.errors import DataError, SpecError
 from cartridge_forge.protocols.records.answers import Answer

@@ -14,10 +14,16 @@ from hypothesis import strategies as st
 
 from cartridge_forge.protocols.errors import CheckpointError
 from cartridge_forge.protocols.records.answers import (
+    LEAST,
+    MOST,
     TEXT_LIMIT,
     Answer,
     clusters,
     cut,
+    decoded,
+    decoded_top,
+    encoded,
+    encoded_top,
     hash_of,
     mean_nll,
     pairing_key,
@@ -29,14 +35,6 @@ from cartridge_forge.protocols.records.run_files import (
     read_date,
     source_of,
     write_date,
-)
-from cartridge_forge.protocols.records.token_scores import (
-    LEAST,
-    MOST,
-    decoded,
-    decoded_top,
-    encoded,
-    encoded_top,
 )
 from cartridge_forge.protocols.step import Completion
 

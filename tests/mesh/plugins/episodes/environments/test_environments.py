@@ -28,7 +28,7 @@ from cartridge_forge.plugins.episodes.environments.problems import ProblemSet
 from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import PYTHON
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.episodes.spec.problems import ProblemsSpec
-from cartridge_forge.plugins.strategies.rsa.records import JudgedCandidate, RSAProblem
+from cartridge_forge.plugins.strategies.rsa.populations import JudgedCandidate, RSAProblem
 from cartridge_forge.protocols.episodes import Episode, Observation, Task, Turn
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import Sampling

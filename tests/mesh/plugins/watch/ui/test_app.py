@@ -27,7 +27,7 @@ from cartridge_forge.plugins.watch.ui.app import RunPages
 from cartridge_forge.plugins.watch.ui.served_runs import ServedRuns
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import REPOSITORY
-from cartridge_forge.protocols.records.token_scores import encoded, encoded_top
+from cartridge_forge.protocols.records.answers import encoded, encoded_top
 from cartridge_forge.protocols.step import SampleScores
 from cartridge_forge.services.run_directory import RunDirectory
 

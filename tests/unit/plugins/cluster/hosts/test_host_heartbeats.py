@@ -13,8 +13,13 @@ import pytest
 from fake_mesh import HEALTH, FakeHost, run
 
 from cartridge_forge.actors.heartbeat import Heartbeat
-from cartridge_forge.plugins.cluster.hosts.host_beats import HostBeats, ProcessBeat, WatchedProcess
-from cartridge_forge.plugins.cluster.hosts.host_heartbeats import HeartbeatPlan, HostAsk
+from cartridge_forge.plugins.cluster.hosts.host_heartbeats import (
+    HeartbeatPlan,
+    HostAsk,
+    HostBeats,
+    ProcessBeat,
+    WatchedProcess,
+)
 from cartridge_forge.services.pool.hosts import HostWorker
 from cartridge_forge.services.pool.process import ReplicaProcess
 from cartridge_forge.services.pool.process_manager import ProcessManager

@@ -40,7 +40,7 @@ from cartridge_forge.plugins.episodes.environments.problems import clinic_proble
 from cartridge_forge.plugins.episodes.environments.rollout import over_cartridge, run_episodes
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.episodes.spec.problems import ProblemsSpec
-from cartridge_forge.plugins.strategies.rsa.records import JudgedCandidate
+from cartridge_forge.plugins.strategies.rsa.populations import JudgedCandidate
 from cartridge_forge.protocols.episodes import (
     EnvironmentRequest,
     Episode,

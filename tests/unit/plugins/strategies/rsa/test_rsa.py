@@ -9,7 +9,13 @@ import pytest
 
 from cartridge_forge.plugins.strategies.answers.extract import FORMS, extract
 from cartridge_forge.plugins.strategies.rsa.islands import RSAShape, draw_parents
-from cartridge_forge.plugins.strategies.rsa.populations import aggregate
+from cartridge_forge.plugins.strategies.rsa.populations import (
+    AggregationInput,
+    JudgedCandidate,
+    JudgedPopulation,
+    RSAProblem,
+    aggregate,
+)
 from cartridge_forge.plugins.strategies.rsa.prompts import (
     AGGREGATE,
     INSTRUCTIONS,
@@ -20,12 +26,6 @@ from cartridge_forge.plugins.strategies.rsa.prompts import (
 )
 from cartridge_forge.plugins.strategies.rsa.prompts import (
     opening_prompt as opening,
-)
-from cartridge_forge.plugins.strategies.rsa.records import (
-    AggregationInput,
-    JudgedCandidate,
-    JudgedPopulation,
-    RSAProblem,
 )
 from cartridge_forge.protocols.errors import DataError
 

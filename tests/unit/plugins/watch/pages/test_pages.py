@@ -12,6 +12,8 @@ from recorded_run import answer, at, finish, recorded_run, train
 
 from cartridge_forge.plugins.watch.pages.rollouts_page import recalled, split_passages, tallied
 from cartridge_forge.plugins.watch.pages.row_index import (
+    FollowedRows,
+    GrowingFile,
     KeyedRows,
     RowFacts,
     RowFilter,
@@ -20,7 +22,6 @@ from cartridge_forge.plugins.watch.pages.row_index import (
 )
 from cartridge_forge.plugins.watch.pages.run_page import overview, probe_interval
 from cartridge_forge.plugins.watch.pages.run_view import RunView
-from cartridge_forge.plugins.watch.pages.tail import FollowedRows, GrowingFile
 from cartridge_forge.plugins.watch.pages.timeline import RunStage, stages
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.records.answers import to_row
