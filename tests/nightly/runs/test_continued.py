@@ -1,4 +1,4 @@
-"""The five-minute tier of `make run-real`: the real model, one of the pages, its questions."""
+"""Test runs that go on, and a real model's."""
 
 from __future__ import annotations
 
@@ -7,21 +7,78 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import OpenAI
 from served import documented_nll, serve_command
-from small_run import ROOT
+from small_run import ROOT, run_to_end
 
 from cartridge_forge.learning.model.loading import load_tokenizer
+from cartridge_forge.plugins.documents.spec.documents import SEED_KINDS
 from cartridge_forge.plugins.documents.study.material import read_material
+from cartridge_forge.protocols.files import read_rows
 from cartridge_forge.protocols.spec.loading import load_resolved
 
 pytestmark = [pytest.mark.timeout(3600)]
 
+SETS: dict[str, Any] = {
+    "data.path": str(ROOT / "tests" / "data" / "articles"),
+    "self_study.questions": 12,
+    "self_study.mix": dict.fromkeys(SEED_KINDS, 1),
+    "self_study.min_chunk": 100,
+    "self_study.max_chunk": 300,
+    "self_study.question_tokens": 40,
+    "rollout.prompts": 21,
+    "rollout.max_tokens": 16,
+    "train.steps": 12,
+    "train.lr": 0.3,  # the tiny model's keys and values are large
+    "train.lr_scale": "absolute",
+    "cartridge.init": "first_tokens",  # far from the document: what a start is measured against
+    "train.warm_start": None,
+    "train.warmup_steps": 1,
+    "train.row_tokens": 256,
+    "evaluate.arms": ["untrained", "on_policy"],
+    "evaluate.questions": 24,
+    "evaluate.max_tokens": 12,
+    "roles.generator.replicas": 1,
+    "roles.doc_teacher.threads": 1,
+    "roles.trainer.threads": 1,
+    "spares": 0,
+}
+
+
+def run(root: Path, *extra: str, **sets: Any) -> Path:
+    code = "import sys; from cartridge_forge.forge_run.cli import forge_run; sys.exit(forge_run())"
+    words = [sys.executable, "-c", code, str(ROOT / "meshes/documents.yaml")]
+    words += ["--run-dir", str(root), *extra]
+    for key, value in {**SETS, **{k.replace("__", "."): v for k, v in sets.items()}}.items():
+        words += ["--set", f"{key}={json.dumps(value)}"]
+    process = run_to_end(words, timeout=800)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return (root / "documents" / "latest").resolve()
+
+
+def kl(path: Path, arm: str) -> float:
+    found: float = json.loads((path / "results.json").read_text())["arms"][arm]["agreement"]["kl"]
+    return found
+
+
+def test_the_first_kl_is_the_last_of_the_run_before_and_more_steps_keep_it(tmp_path: Path) -> None:
+    first = run(tmp_path, train__warm_start={"steps": 9})
+    assert abs(kl(first, "on_policy") - kl(first, "untrained")) > 0.2  # training moved it
+    second = run(tmp_path, "--continue", "latest", train__steps=10, train__lr=0.03)
+    assert second != first
+    assert kl(second, "untrained") == pytest.approx(kl(first, "on_policy"), rel=1e-3)
+    assert kl(second, "on_policy") <= 1.1 * kl(second, "untrained")
+    rows = {path: read_rows(path / "metrics.jsonl") for path in (first, second)}
+    assert len(rows[second]) == 10
+    assert rows[second][0]["kl"] < 0.5 * rows[first][0]["kl"]
+
+
 FORGE = "import sys; from cartridge_forge.forge_run.cli import forge; sys.exit(forge())"
 PAGE = ROOT / "docs" / "explanation" / "rsa.md"
-SETS = (
+REAL_SETS = (
     "model.dtype=float32",  # bfloat16 rounds by up to 0.2 nats an answer where the batch is another
     "evaluate.arms=[none,document,on_policy]", "evaluate.questions=20", "evaluate.max_tokens=8",
     "evaluate.contamination=warn", "data.questions=questions.json",
@@ -53,7 +110,7 @@ def test_a_real_model_reads_a_page_of_ours(tmp_path: Path, monkeypatch: pytest.M
 
     serving = ("--serve", str(tmp_path / "serve.yaml"))
     forge("models", "add", "smollm2-135m")
-    sets = [word for one in SETS for word in ("--set", one)]
+    sets = [word for one in REAL_SETS for word in ("--set", one)]
     made = forge("make", "pages", "--minutes", "600", *serving, *sets)
     assert "pages@1: " in made
     results = json.loads((tmp_path / "runs" / "documents" / "latest" / "results.json").read_text())

@@ -1,16 +1,17 @@
-"""Wilson's interval against values worked by hand with z = 1.96, z^2 = 3.8416; Student's against
-closed forms, the printed table and its density, integrated."""
+"""Test intervals, and the losses of right answers."""
 
 import math
 import random
 from collections import Counter
 from itertools import product
 from math import gamma, pi, sqrt, tan
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cartridge_forge.plugins.statistics.gold import gold_results, side_by_side
 from cartridge_forge.plugins.statistics.intervals import (
     Z95,
     ClusterResamples,
@@ -241,3 +242,51 @@ def test_the_p_value_of_a_mean_by_hand() -> None:
     assert mean_p([1.0, 2.0, 3.0]) == pytest.approx(1 - math.sqrt(12 / 14))
     assert mean_p([-1.0, 1.0]) == pytest.approx(1.0)
     assert (mean_p([]), mean_p([4.0]), mean_p([2.0, 2.0]), mean_p([0.0, 0.0])) == (1, 1, 0, 1)
+
+
+def row(arm: str, id: str, nll: float | None, document: str = "a", **more: Any) -> Any:
+    return {
+        "arm": arm, "step": 0, "sampled": False, "id": id, "fact": f"what is {id}?",
+        "document": document, "document_hash": "d", "question_hash": id, "text": f"{arm} says",
+        "answer": None, "expected": f"it is {id}", "right": 0.0, "nll": nll, "reward": None,
+        "tokens": 1, **more,
+    }  # fmt: skip
+
+
+def test_the_share_closed_is_that_of_the_means() -> None:
+    """none 4 and 2, cartridge 2 and 2, document 1 and 1: (3 - 2) / (3 - 1)."""
+    rows = [
+        row("none", "x", 4.0), row("none", "y", 2.0), row("document", "x", 1.0),
+        row("document", "y", 1.0), row("on_policy", "x", 2.0), row("on_policy", "y", 2.0),
+        row("on_policy", "z", 9.0),  # which no other arm answered
+        row("on_policy", "x", 8.0, sampled=True), row("none", "held out", 1.0, right=None),
+    ]  # fmt: skip
+    found = gold_results(rows)
+    assert found is not None
+    assert (found["n"], found["documents"]) == (2, 1)
+    arms = found["arms"]
+    assert list(arms) == ["none", "document", "on_policy"]
+    assert [arms[a]["nll"] for a in arms] == [3.0, 1.0, 2.0]
+    assert [arms[a]["closed"] for a in arms] == [0.0, 1.0, 0.5]
+    # Resamples of two facts: xx gives 2/3, yy 0, xy 1/2.
+    assert arms["on_policy"]["ci95"] == [0.0, pytest.approx(2 / 3)]
+    assert arms["document"]["ci95"] == [1.0, 1.0]
+
+
+def test_without_a_gap_or_a_baseline_there_is_no_share() -> None:
+    flat = [row("none", "x", 1.0), row("document", "x", 1.0), row("on_policy", "x", 1.0)]
+    found = gold_results(flat)
+    assert found is not None
+    assert found["arms"]["on_policy"] == {"nll": 1.0, "closed": None, "ci95": None}
+    found = gold_results(flat[2:])
+    assert found is not None
+    assert found["arms"] == {"on_policy": {"nll": 1.0, "closed": None, "ci95": None}}
+    assert gold_results([row("none", "x", None)]) is None
+
+
+def test_answers_stand_side_by_side() -> None:
+    arms, shown = side_by_side([row("on_policy", "x", 2.0), row("none", "x", 4.0)])
+    assert arms == ["none", "on_policy"]
+    assert shown == [
+        ("what is x?", "it is x", {"none": "none says", "on_policy": "on_policy says"})
+    ]
