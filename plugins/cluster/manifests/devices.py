@@ -60,7 +60,7 @@ def gpu_hosts(hosts: HostsSpec) -> int:
 
 def _crowding(host: Sequence[Sequence[object]], wanted: int) -> tuple[bool, int]:
     """Return what a replica avoids in a host: too few free GPUs, then more of them than it needs
-    (`services.pool.placement`)."""
+    (`services.pool.process`)."""
     free = sum(not device for device in host)
     return free < wanted, free
 

@@ -16,11 +16,10 @@ from typing import Any
 
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.plugins import resolve
-from cartridge_forge.protocols.ports import TelemetrySink
+from cartridge_forge.protocols.ports import TelemetrySink, TraceSpan
 from cartridge_forge.protocols.records.run_files import MetricRow
 from cartridge_forge.protocols.records.status import RunStatus
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.run_directory import RunDirectory
 
 

@@ -37,10 +37,10 @@ from cartridge_forge.plugins.cluster.tls.identity import read_identity
 from cartridge_forge.plugins.cluster.tls.listener import POLL_SECONDS, MutualTlsRequests
 from cartridge_forge.plugins.watch.telemetry.hub import role_of, row_values, step_values
 from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.ports import TraceSpan
 from cartridge_forge.protocols.records.run_files import TRAINED_ARMS, MetricRow
 from cartridge_forge.protocols.records.status import ReplicaState, RunStatus
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.run_directory import RunDirectory
 
 REQUEST_SECONDS = 30.0  # for a scraper to send its request

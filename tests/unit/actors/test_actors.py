@@ -16,6 +16,7 @@ from cartridge_forge.actors.engine_generator import EngineGeneratorActor, Stream
 from cartridge_forge.actors.sdpo_teacher import SDPOTeacherActor
 from cartridge_forge.learning.cartridge import CartridgeVersions
 from cartridge_forge.protocols.errors import PlaneError, RunError
+from cartridge_forge.protocols.ports import TokenChunk
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
 from cartridge_forge.protocols.step import (
     CartridgeSnapshot,
@@ -26,7 +27,6 @@ from cartridge_forge.protocols.step import (
     TensorLayout,
     TensorRef,
 )
-from cartridge_forge.protocols.streams import TokenChunk
 
 
 class Plane:

@@ -26,10 +26,10 @@ from cartridge_forge.plugins.library.run_store import (
 from cartridge_forge.plugins.library.stored_files import TRAINER, StoredFolder
 from cartridge_forge.protocols.errors import CheckpointError, RunError
 from cartridge_forge.protocols.files import read_rows
+from cartridge_forge.protocols.ports import TraceSpan
 from cartridge_forge.protocols.records.run_files import MetricRow
 from cartridge_forge.protocols.records.status import RunStatus
 from cartridge_forge.protocols.spec.services import StoredPlace
-from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.run_directory import (
     ResumePoint,
     RunDirectory,

@@ -15,11 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from telemetry_stream import tell
 
 from cartridge_forge.plugins.watch.telemetry.prometheus import PrometheusSink
+from cartridge_forge.protocols.ports import TraceSpan
 from cartridge_forge.protocols.records.run_files import MetricRow
 from cartridge_forge.protocols.records.status import RunStatus
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.run_directory import RunDirectory
 
 MESH = Path(__file__).resolve().parents[4] / "meshes" / "longhealth.yaml"

@@ -18,8 +18,15 @@ from cartridge_forge.plugins.cluster.hosts.handshake import WorkerInfo
 from cartridge_forge.plugins.cluster.hosts.membership import attached_at
 from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.services.pool.hosts import HostWorker
-from cartridge_forge.services.pool.placement import choose, crowded, lack, never_fits
-from cartridge_forge.services.pool.process import ProcessHost, ReplicaProcess, same_files
+from cartridge_forge.services.pool.process import (
+    ProcessHost,
+    ReplicaProcess,
+    choose,
+    crowded,
+    lack,
+    never_fits,
+    same_files,
+)
 from cartridge_forge.services.pool.process_manager import ProcessManager
 
 

@@ -51,8 +51,8 @@ from cartridge_forge.protocols.episodes import (
     TurnHint,
 )
 from cartridge_forge.protocols.errors import DataError, PublishError
+from cartridge_forge.protocols.ports import refused
 from cartridge_forge.protocols.step import BARE, Completion, GenerateRequest, PrefixRef, Sampling
-from cartridge_forge.protocols.streams import refused
 from cartridge_forge.protocols.teacher_replay import (
     Action,
     AgentMessage,

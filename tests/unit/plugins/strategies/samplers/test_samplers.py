@@ -30,6 +30,7 @@ from cartridge_forge.plugins.strategies.samplers.sampler import (
 from cartridge_forge.plugins.strategies.samplers.token_budget import BudgetSpent, TokenBudget
 from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler
 from cartridge_forge.protocols.errors import DataError, PublishError
+from cartridge_forge.protocols.ports import refused
 from cartridge_forge.protocols.step import (
     Completion,
     GenerateRequest,
@@ -37,7 +38,6 @@ from cartridge_forge.protocols.step import (
     Sampling,
     StopCondition,
 )
-from cartridge_forge.protocols.streams import refused
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.training.renderer import ChatRenderer
 

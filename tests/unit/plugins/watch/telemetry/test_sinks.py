@@ -44,7 +44,7 @@ from cartridge_forge.plugins.watch.telemetry.prometheus import PrometheusSink
 from cartridge_forge.plugins.watch.telemetry.tensorboard import TensorBoardSink
 from cartridge_forge.plugins.watch.telemetry.trace import TraceSink
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.streams import TraceSpan
+from cartridge_forge.protocols.ports import TraceSpan
 
 
 def one_of_each(telemetry: Telemetry) -> None:
