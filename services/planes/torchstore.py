@@ -18,6 +18,7 @@ import ctypes
 import inspect
 import logging
 import os
+import select
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from types import SimpleNamespace
@@ -111,10 +112,19 @@ class StoreWatch:
         self._opened = False
         self._descriptor: int | None = None
         self._waits: dict[asyncio.AbstractEventLoop, set[asyncio.Timeout]] = {}
-        self.ended = False
+        self._ended = False
 
     def __reduce__(self) -> tuple[type[StoreWatch], tuple[int, str]]:
         return StoreWatch, (self._pid, self._began)
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the store's process is known to have ended."""
+        if not self._ended and self._descriptor is not None:
+            poll = select.poll()
+            poll.register(self._descriptor, select.POLLIN)
+            self._ended = bool(poll.poll(0))
+        return self._ended
 
     @contextlib.asynccontextmanager
     async def bounded(self, seconds: float) -> AsyncIterator[None]:
@@ -128,7 +138,7 @@ class StoreWatch:
                     weakref.finalize(self, os.close, self._descriptor)
                 # Looked at once it is open: another process may have its id by now.
                 lost = began(self._pid).partition("/")[0] != ticks
-                self.ended = self._descriptor is None or lost
+                self._ended = self._descriptor is None or lost
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(0 if self.ended else seconds) as limit:
             waits = self._waits.setdefault(loop, set())
@@ -146,7 +156,7 @@ class StoreWatch:
 
     def _see(self, loop: asyncio.AbstractEventLoop) -> None:
         assert self._descriptor is not None
-        self.ended = True
+        self._ended = True
         loop.remove_reader(self._descriptor)  # it stays readable
         for limit in self._waits[loop]:
             if not limit.expired():  # its body has yet to notice that it ran out
@@ -407,16 +417,17 @@ class TorchStorePlane:
                 return await asyncio.wait_for(work, limit)
             async with watch.bounded(limit):
                 return await work
-        except TimeoutError as error:
+        except Exception as error:  # Monarch, TorchStore and remote code raise any type
+            # Monarch's own report of a process that has ended names no store, and may come first.
             if watch is not None and watch.ended:
                 raise PlaneError(
                     f"{operation} of {key!r} failed: the store's process has ended"
                 ) from error
-            raise PlaneError(
-                f"{operation} of {key!r} took longer than {limit:g} s; is the storage "
-                "process alive? Raise timeout_s if it is only slow"
-            ) from error
-        except Exception as error:  # Monarch, TorchStore and remote code raise any type
+            if isinstance(error, TimeoutError):
+                raise PlaneError(
+                    f"{operation} of {key!r} took longer than {limit:g} s; is the storage "
+                    "process alive? Raise timeout_s if it is only slow"
+                ) from error
             if TAKEN in str(error):
                 raise PlaneError(
                     f"{operation}: key {key!r} exists; versions are never overwritten"

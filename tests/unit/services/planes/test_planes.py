@@ -30,7 +30,7 @@ from cartridge_forge.services.planes.codec import (
 )
 from cartridge_forge.services.planes.open import open_plane
 from cartridge_forge.services.planes.shared_memory import SharedMemoryPlane
-from cartridge_forge.services.planes.torchstore import StoreWatch
+from cartridge_forge.services.planes.torchstore import StoreWatch, TorchStorePlane
 from cartridge_forge.services.proc_info import began
 
 DTYPES = (
@@ -365,8 +365,8 @@ def test_a_wait_that_has_run_out_is_left_alone_when_the_process_ends(
                 await asyncio.sleep(LONG)
             except asyncio.CancelledError:
                 store.kill()
-                while not watch.ended:  # noqa: ASYNC110  the loop's reader sets it
-                    await asyncio.sleep(0.01)
+                store.wait()
+                await asyncio.sleep(0.01)  # the loop's reader sees it
                 raise
 
     async def run() -> None:
@@ -377,3 +377,23 @@ def test_a_wait_that_has_run_out_is_left_alone_when_the_process_ends(
 
     asyncio.run(run())
     assert not faults
+
+
+def test_an_error_of_a_store_that_has_ended_says_so(store: subprocess.Popen[bytes]) -> None:
+    """Monarch's report of the ended process may come before the loop has looked at the process."""
+
+    async def run() -> None:
+        watch = watch_of(store)
+        plane = TorchStorePlane(None, LONG, watch)
+
+        async def work() -> None:
+            raise RuntimeError("timeout waiting for message from proc mesh agent")
+
+        with pytest.raises(PlaneError, match=r"put of 'b' failed: .*timeout waiting"):
+            await plane._bounded("put", "b", work())
+        store.kill()
+        store.wait()
+        with pytest.raises(PlaneError, match=r"put of 'b' failed: the store's process has ended"):
+            await plane._bounded("put", "b", work())
+
+    asyncio.run(run())
