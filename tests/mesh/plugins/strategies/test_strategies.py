@@ -1,25 +1,40 @@
-"""Test strategies in processes: reward models and RSA."""
+"""Test strategies in processes: extracted answers, judges, reward models and RSA."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
+from collections.abc import Iterator, Sequence
 from math import comb
 from pathlib import Path
+from typing import Any
 
 import pytest
+from replay_setup import KEY, KEY_ENV, a_spec, a_teacher, ledger_rows, prices
 from rooms.strategies.rsa_setup import accuracies, majority_copier
 from scripted_sampler import Scripted, words
 from strategy_setup import probability, reward_model
 
 from benchmarks.rsa_batching import measure
+from cartridge_forge.plugins.evaluate.spec import FrontierSpec
+from cartridge_forge.plugins.replay.fake_provider.app import FakeProvider, ProviderRequest
+from cartridge_forge.plugins.replay.prompts import JUDGE_INSTRUCTIONS
+from cartridge_forge.plugins.serve.spec import load_serve
 from cartridge_forge.plugins.statistics.intervals import wilson_interval
+from cartridge_forge.plugins.strategies.answers.extract import clusters, same_answer
 from cartridge_forge.plugins.strategies.catalog import parse, run
 from cartridge_forge.plugins.strategies.judges.opening import opened_judge
 from cartridge_forge.plugins.strategies.problem import StrategyResult
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest
 from cartridge_forge.plugins.strategies.scorers import SEPARATOR
-from cartridge_forge.plugins.strategies.spec import ProcessRewardSpec, RewardModelSpec
-from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.plugins.strategies.spec import (
+    ProcessRewardSpec,
+    RewardJudgeSpec,
+    RewardModelSpec,
+)
+from cartridge_forge.protocols.errors import RunError, SpecError
+from cartridge_forge.protocols.spec.loading import load_file
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 SAID = {0: "bad bad", 1: "good bad", 2: "good good", 3: "bad"}
@@ -90,3 +105,138 @@ def test_a_copier_of_the_majority_drifts_from_below_a_half_down_and_from_above_u
     risen = accuracies(majority_copier(n - right), questions, N=n, K=3, T=6)
     assert risen == sorted(risen)
     assert risen[-1] > 1 - found[0] / 2
+
+
+# These need math-verify: one process, about a second to start.
+@pytest.mark.parametrize(
+    ("a", "b", "equal"),
+    [
+        (r"\sqrt{8}", r"2\sqrt 2", True),
+        ("x^2+2x+1", "(x+1)^2", True),
+        ("x=3", "3", True),
+        (r"50\%", r"\frac{\sqrt{1}}{2}", True),
+        (r"\sqrt{2}", "1.414214", True),
+        (r"\sqrt{2}", "1.41422", False),
+        (r"\frac{\sqrt{2}}{10^{20}}", "1.41421e-20", True),
+        (r"\frac{\sqrt{2}}{10^{20}}", r"\frac{\sqrt{3}}{10^{20}}", False),
+        (r"\{0.5,\sqrt{2}\}", r"\{1.414214,\frac12\}", True),
+        ("x=3", "y = 3.0", True),
+        ("2^{10}", "1024", True),
+        (r"3\text{ cm}", "3", True),
+        ("(2,1)", "(3,2)", False),
+        (r"\{1,2\}", r"\{2,1\}", True),
+        ("(1,2)", "(2,1)", False),
+        ("[0,1]", "[0,1)", False),
+        (r"\infty", r"-\infty", False),
+        (r"\frac{1}{0}", "3", False),
+        (r"\frac{", "3", False),
+    ],
+)
+def test_same_by_math_verify(a: str, b: str, equal: bool) -> None:
+    assert same_answer(a, b, "math") is same_answer(b, a, "math") is equal
+
+
+def test_what_never_ends_ends_outside_the_main_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = "7^{9^{9^{9}}}"
+    found: list[bool] = []
+
+    def ask() -> None:
+        found.append(same_answer(tower, "2", "math"))
+        found.append(same_answer(tower, r"\sqrt{3}", "math"))  # known by now: no second wait
+        found.append(same_answer(tower, tower, "math"))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("cartridge_forge.plugins.strategies.answers.equivalence.SECONDS", 0.3)
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join(60)
+    assert found == [False, False, True]
+    # The judge that the tower ended has a successor.
+    assert same_answer(r"\sqrt{12}", r"2\sqrt 3", "math")
+
+
+def test_clusters_of_expressions_do_not_depend_on_the_order() -> None:
+    answers = [r"\sqrt{2}", "1.414214", "1.4142136", "x=3", "3", "y=3", "(x+1)^2", "x^2+2x+1"]
+    for order in (answers, answers[::-1], answers[4:] + answers[:4]):
+        found = {frozenset(order[i] for i in members) for members in clusters(order, "math")}
+        assert found == {frozenset(answers[:3]), frozenset(answers[3:6]), frozenset(answers[6:])}
+
+
+MODELS = prices(a_spec(a_teacher("a", "http://127.0.0.1:1")))
+TEXTS = ["what?\n\nsure\n\n", "what?\n\nwrong\n\n"]
+
+
+def judging(asked: ProviderRequest) -> str:
+    assert asked.system == JUDGE_INSTRUCTIONS
+    answer = {"sure": "0.9", "wrong": "0.05"}.get(asked.user.split("\n\n")[-2], "perhaps")
+    return json.dumps({"kind": "text", "tool": "", "arguments": "", "answer": answer})
+
+
+@pytest.fixture
+def provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeProvider]:
+    monkeypatch.setenv(KEY_ENV, KEY)
+    with FakeProvider(judging, MODELS, key=KEY) as running:
+        yield running
+
+
+def scores(provider: FakeProvider, ledger: Path, texts: Sequence[str], **more: Any) -> list[float]:
+    cap = more.pop("cap", 1.0)
+    kind = more.pop("kind", "openai")
+    url = provider.openai_url if kind == "openai" else provider.url
+    teacher = a_teacher("a", url, kind, attempts=1, **more)
+    judge = RewardJudgeSpec(teacher=teacher, cap=cap, ledger=str(ledger))
+
+    async def score() -> list[float]:
+        async with opened_judge(ProcessRewardSpec(judge=judge), "serve/x") as asked:
+            assert asked is not None
+            return list(await asked(texts))
+
+    return asyncio.run(score())
+
+
+@pytest.mark.parametrize("kind", ["openai", "anthropic"])
+def test_a_judge_is_asked_once_and_paid_by_the_ledger(
+    provider: FakeProvider, tmp_path: Path, kind: str
+) -> None:
+    ledger = tmp_path / "calls.jsonl"
+    assert scores(provider, ledger, TEXTS, kind=kind) == [0.9, 0.05]
+    assert scores(provider, ledger, TEXTS[::-1], kind=kind) == [0.05, 0.9]
+    assert len(provider.served) == 2, "a step is judged once"
+    settled = [row for row in ledger_rows(ledger) if row["kind"] == "settled"]
+    assert sum(row["nanodollars"] for row in settled) == provider.money()
+    assert {(row["run"], row["usable"]) for row in settled} == {("serve/x", True)}
+
+
+def test_a_judge_that_gives_no_score_is_an_error(provider: FakeProvider, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"the judge a gives no score: unparseable"):
+        scores(provider, tmp_path / "a.jsonl", [*TEXTS, "what?\n\nmaybe\n\n"])
+    with pytest.raises(RunError, match=r"gives no score: budget_run"):
+        scores(provider, tmp_path / "b.jsonl", TEXTS, cap=1e-6)
+
+
+def test_a_missing_key_is_told_at_the_start(
+    provider: FakeProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(KEY_ENV)
+    with pytest.raises(SpecError, match=KEY_ENV):
+        scores(provider, tmp_path / "a.jsonl", TEXTS)
+
+
+def test_the_keys_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "arms.yaml"
+    arm = "arms:\n  - {strategy: best_of_n, options: {scorer: process_reward}}\n"
+    file.write_text(f"process_reward: {{model: {{path: prm}}}}\n{arm}")
+    reward = load_file(FrontierSpec, file).process_reward
+    assert reward is not None
+    assert reward.model is not None
+    assert reward.model.path == str(tmp_path / "prm")
+    teacher = "{name: a, provider: openai, model: a, prices: {input: 1.0, output: 1.0}}"
+    for wrong in ("{}", f"{{model: {{path: a}}, judge: {{teacher: {teacher}, cap: 1.0}}}}"):
+        file.write_text(f"process_reward: {wrong}\n{arm}")
+        with pytest.raises(SpecError, match=r"a model or a judge, and not both"):
+            load_file(FrontierSpec, file)
+    served = load_serve("meshes/serve.yaml", sets=["process_reward.model.path=prm"])
+    assert served.spec.process_reward is not None
+    assert served.spec.process_reward.model is not None
+    assert Path(served.spec.process_reward.model.path).is_absolute()
+    assert load_serve("meshes/serve.yaml").spec.process_reward is None

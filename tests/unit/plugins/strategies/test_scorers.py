@@ -1,19 +1,26 @@
-"""Test the catalog of strategies, their scorers and detectors."""
+"""Test the catalog of strategies, their scorers, detectors and the process of a reward model."""
+
+from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+import math
 from collections.abc import Sequence
 from math import exp, log
+from pathlib import Path
 from typing import Any
 
 import pytest
 from scripted_sampler import Scripted, Word, words
-from strategy_setup import ASKED, VARIANTS, solve
+from strategy_setup import ASKED, VARIANTS, by_hand, probability, reward_model, solve
+from transformers import LlamaForSequenceClassification
 
 from cartridge_forge.plugins.strategies.answers.extract import FORMS, Form
 from cartridge_forge.plugins.strategies.catalog import STRATEGIES, parse, run
 from cartridge_forge.plugins.strategies.deepconf import DeepConf
 from cartridge_forge.plugins.strategies.detectors import Detector
+from cartridge_forge.plugins.strategies.judges.reward_process import score
 from cartridge_forge.plugins.strategies.problem import Judge, StrategyCost, StrategyProblem
 from cartridge_forge.plugins.strategies.rsa.prompts import (
     ATTEMPT_WORDS,
@@ -124,10 +131,10 @@ def test_a_token_judge_weighs_plus_against_minus() -> None:
     sampler = Scripted(lambda ask: [Word("+", -1.0, places[int(ask.id[-1])])])
     judge = token_judge(sampler)
 
-    async def judged() -> list[float]:
+    async def scores_of() -> list[float]:
         return list(await judge(["a", "b", "c"]))
 
-    found = asyncio.run(judged())
+    found = asyncio.run(scores_of())
     assert found == pytest.approx([0.6 / 0.8, 0.0, 0.5])
     (asks,) = sampler.calls
     assert [a.messages[-1].content for a in asks] == ["a", "b", "c"]
@@ -361,3 +368,48 @@ def test_the_words_around_attempts_are_no_more_than_told(task: Form, count: int)
 )
 def test_the_cost_by_hand(name: str, options: dict[str, Any], cost: tuple[int, ...]) -> None:
     assert parse(name, options).cost() == StrategyCost(*cost)
+
+
+# What judged_text writes: the question, then the steps, each with a blank line behind it.
+TEXTS = [
+    "what is it\n\ngood good\n\n",
+    "what is it\n\ngood\n\nbad bad good\n\n",
+    "x\n\ngood bad\n\n",
+]
+
+
+def scores_of(path: Path, *texts: str, **more: Any) -> list[float]:
+    request = {"path": str(path), "separator": "\n", "positive": 1, "threads": 1, "steps": "\n\n"}
+    return score(request | more, json.dumps(texts).encode())
+
+
+def test_p_of_positive_at_the_last_separator(tmp_path: Path) -> None:
+    path = reward_model(tmp_path)
+    wanted = [probability(2, 0, 4, 2), probability(2, 2, 4, 3), probability(1, 1, 2, 2)]
+    assert scores_of(path, *TEXTS) == pytest.approx(wanted, abs=1e-6)
+    assert scores_of(path, *TEXTS)[2] == pytest.approx(0.5)
+    assert scores_of(path, *TEXTS, positive=0) == pytest.approx([1 - p for p in wanted], abs=1e-6)
+    alone = [scores_of(path, text)[0] for text in TEXTS]
+    assert scores_of(path, *TEXTS, *TEXTS) == pytest.approx([*alone, *alone], abs=1e-7)
+    assert scores_of(path) == []
+
+
+def test_a_sequence_classifier_with_one_label(tmp_path: Path) -> None:
+    path = reward_model(tmp_path, LlamaForSequenceClassification, labels=1)
+    up, _ = by_hand(2, 0, 4, 2)
+    assert scores_of(path, TEXTS[0]) == pytest.approx([1 / (1 + math.exp(-up))], abs=1e-6)
+
+
+def test_what_is_no_reward_model_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot be read as a reward model"):
+        scores_of(tmp_path / "nothing")
+    reader = Path(__file__).parents[4] / "models/clinic-reader"
+    with pytest.raises(DataError, match=r"no classifier .* LlamaForCausalLM"):
+        scores_of(reader)
+    path = reward_model(tmp_path)
+    with pytest.raises(DataError, match=r"labels 0 to 1"):
+        scores_of(path, positive=2)
+    with pytest.raises(DataError, match=r"has 67 tokens, and the reward model reads 64"):
+        scores_of(path, "good " * 65 + "\n\n")
+    with pytest.raises(DataError, match=r"no token for separator ' '"):
+        scores_of(path, "good\n\n", separator=" ")

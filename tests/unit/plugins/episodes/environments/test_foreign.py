@@ -1,10 +1,19 @@
-"""Observations in the many shapes that servers give them."""
+"""Test environments of OpenEnv and of verifiers: what is sent, and what is refused."""
 
+from __future__ import annotations
+
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cartridge_forge.plugins.episodes.environments.openenv.wire import observed
+from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import (
+    KEY,
+    VerifiersWorker,
+)
+from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool
 
 
@@ -72,3 +81,18 @@ def test_tools_are_read_in_both_forms() -> None:
     ]
     seen = observed({"observation": {"text": "t", "tools": tools}}, opening=True)
     assert seen.tools == (AgentTool("a", "A.", schema), AgentTool("b", "", schema))
+
+
+def test_the_worker_gets_its_own_key_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENAI_API_KEY", "HF_TOKEN", "FORGE_CONTROL_TOKEN", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "sk-live-51Hx9c")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    worker = VerifiersWorker(python=Path(sys.executable))
+    given = worker._environment("mark")
+    assert "sk-live-51Hx9c" not in given.values()
+    assert (given[KEY], given["OMP_NUM_THREADS"]) == (worker.endpoint.key, "1")
+
+
+def test_without_its_python_the_remedy_is_named() -> None:
+    with pytest.raises(RunError, match="make install-verifiers"):
+        VerifiersWorker(python=Path("nowhere"))

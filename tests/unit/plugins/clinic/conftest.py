@@ -1,3 +1,0 @@
-"""The fixtures that the tests of this folder share."""
-
-from rooms.environments.clinic_setup import clerk, panel  # noqa: F401
