@@ -299,6 +299,14 @@ def test_what_others_wrote_is_text_and_never_markup(whole_html: str) -> None:
     assert f"lost $x$ {HOSTILE}" in drawn[0]
 
 
+def test_cosines_and_populations_are_kept_for_the_page_run(whole_html: str) -> None:
+    first, second = json.loads(Page(whole_html).scripts[0])["answers"]["curves"]["rows"]
+    assert (first["cosines"], first["populations"]) == (
+        {"doc_kl/grpo": -0.25}, {"0": 0.25, "1": 0.5},
+    )  # fmt: skip
+    assert (second["cosines"], second["populations"]) == (None, {})
+
+
 def test_episodes_that_all_died_are_said_to_have(tmp_path: Path) -> None:
     whole_run = RunDirectory.create(tmp_path, "desk", "", now=START)
     died = [episode(str(i), None, kind="environment_died") for i in range(3)]
