@@ -206,8 +206,8 @@ class Sample:
     response that the document teacher wrote (offline), versions are -1. `composed` are the
     cartridges before the prompt, in order, where there were more than `cartridge`:
     ("patient_02", "patient_01"). `taught` are the indices of the tokens that the teacher drew in a
-    verified rollout, as in `Completion`. Those of the indices `masked`
-    carry no loss.
+    verified rollout, as in `Completion`; `verified` says that it is of one. Those of the indices
+    `masked` carry no loss.
     """
 
     id: str
@@ -221,6 +221,7 @@ class Sample:
     prompt: str = ""
     taught: tuple[int, ...] = ()
     masked: tuple[int, ...] = ()
+    verified: bool = False
 
 
 @dataclass(frozen=True)

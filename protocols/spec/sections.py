@@ -29,6 +29,10 @@ ARMS: tuple[Arm, ...] = ("none", "document", "untrained", "offline", "on_policy"
 
 
 LONGEST_BLOCK = 16
+# The teacher's probability below which a token of the student is a mistake. Before the first such
+# token the teacher of the pilots continued a true sentence in 99.8% of places, behind it in 46%
+# (docs/adr/0038-verified-rollouts.md).
+REFUSED = 0.05
 
 
 class VerifiedRolloutSpec(SpecSection):
@@ -47,7 +51,7 @@ class VerifiedRolloutSpec(SpecSection):
         "or by exact speculative sampling, whose text is distributed as the teacher's own",
     )
     below: float = Field(
-        default=0.05,
+        default=REFUSED,
         gt=0,
         lt=1,
         description="with rule threshold, a token is refused that the teacher gives less than this "

@@ -224,7 +224,10 @@ class VerifiedSampling:
             nonlocal total
             completions, counts = await self._group(members, verify, generate)
             total += counts
-            samples = [as_sample(p, c) for p, c in zip(members, completions, strict=True)]
+            samples = [
+                replace(as_sample(p, c), verified=True)
+                for p, c in zip(members, completions, strict=True)
+            ]
             ended("doc_teacher", samples)
             return list(zip(members, completions, samples, strict=True))
 

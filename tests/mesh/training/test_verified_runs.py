@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,24 @@ def test_deaths_in_verified_rollouts_change_no_byte(exact: Path, tmp_path: Path)
     assert len(done.struck) == len(blows)
     assert done.code == 0, done.story()
     same_outcome(latest(tmp_path), exact)
+
+
+def test_a_run_warns_once_of_mistakes_and_of_an_unseen_student(tmp_path: Path) -> None:
+    """A short cartridge that recites makes mistakes early, and has its mass outside the teacher's
+    top 2. Event, console and report say so; verified text has no token behind a mistake."""
+    recite = {**SHORT, "rollout.kinds": ["recite"], "rollout.max_tokens": 64,
+              "cartridge.tokens": 16}  # fmt: skip
+    loss = {"loss.direction": "reverse", "teacher.top_k": 2}
+    process = run_to_end(command(tmp_path / "plain", **recite, **loss))
+    assert process.returncode == 0, process.stdout + process.stderr
+    path = latest(tmp_path / "plain")
+    told = [e["message"] for e in rows(path / "events.jsonl") if e["event"] == "warned"]
+    behind = [t for t in told if "of the trained tokens lie behind a token" in t]
+    unseen = [t for t in told if "of the student's probability in the teacher's top 2" in t]
+    assert len(behind) == len(unseen) == 1
+    for text in (*behind, *unseen):
+        assert text.startswith("step 1: ")
+        assert process.stdout.count(f"warning: {text}") == 1
+        assert text in unescape((path / "report.html").read_text())
+    verified = finished(tmp_path / "verified", **recite, **{"rollout.verify": {"block": 6}})
+    assert "warned" not in {e["event"] for e in rows(verified / "events.jsonl")}
