@@ -28,24 +28,26 @@ def step_warnings(learn: LearnSpec, output: TrainStepOutput) -> dict[str, str]:
     warned of mistakes: no teacher verifies their turns."""
     facts: Mapping[str, float] = output.terms.get("doc_kl", {})
     warnings = {}
-    behind = facts.get("after_refusal", 0.0)
+    share = facts.get("after_refusal", 0.0)
     if (
-        behind > MOST_AFTER_REFUSAL
+        share > MOST_AFTER_REFUSAL
         and learn.rollout.until_refused is None
         and not learn.learns_from_rewards
     ):
         warnings["after_refusal"] = (
-            f"{behind:.0%} of the trained tokens lie behind a token that the student wrote and the "
+            f"{share:.0%} of the trained tokens lie behind a token that the student wrote and the "
             f"document's teacher gives less than {REFUSED:g}, after which the teacher continues a "
             "mistake; set rollout.verify: {rule: threshold}, which replaces such tokens, or "
             "train.warm_start, or rollout.until_refused, which trains on none behind them"
         )
     mass = facts.get("student_mass", 1.0)
     if mass < LEAST_STUDENT_MASS:
+        whose = "both sides'" if learn.teacher.student_top else "the teacher's"
+        union = "" if learn.teacher.student_top else "set teacher.top_k_of: both, "
         warnings["student_mass"] = (
-            f"the loss sees {mass:.0%} of the student's probability in the teacher's top "
+            f"the loss sees {mass:.0%} of the student's probability in {whose} top "
             f"{learn.teacher.top_k} (teacher.top_k), and reverse KL and JSD have another gradient "
-            f"below {LEAST_STUDENT_MASS:.0%}; raise teacher.top_k or set it to full, or set "
+            f"below {LEAST_STUDENT_MASS:.0%}; {union}raise teacher.top_k or set it to full, or set "
             "loss.direction: forward"
         )
     return warnings

@@ -82,11 +82,11 @@ class DocKL(LossChannel):
             tokens.at, lambda chunk, span: _read(chunk, teacher.rows(span), self.spec)
         )
         targets = logits.targets[tokens.at]  # [n]
-        behind = refused_before(_by_sample(tokens.items, micro.batch.doc), teacher, targets)
+        tokens_behind = refused_before(_by_sample(tokens.items, micro.batch.doc), teacher, targets)
         return LossTerm(
             kl, teacher.tokens * _counted_as(teacher, self.spec), len(kl), owners=tokens.owners,
             facts={"student_mass": masses[0].sum()} if masses else {},
-            shares={"after_refusal": (torch.tensor(behind), torch.tensor(len(kl)))},
+            shares={"after_refusal": (torch.tensor(tokens_behind), torch.tensor(len(kl)))},
         )  # fmt: skip
 
 
@@ -132,16 +132,16 @@ def refused_before(
     what all entries leave. With k of 20 that is always less than REFUSED; with a smaller k a token
     counts as refused where that is certain.
     """
-    if not any(alone for _, alone in texts):
+    if not any(by_student for _, by_student in texts):
         return 0
     refused = (_most_logprobs(teacher, targets) < math.log(REFUSED)).tolist()
-    behind = begin = 0
-    for count, alone in texts:
+    total = begin = 0
+    for count, by_student in texts:
         marks = refused[begin : begin + count]
-        if alone and True in marks:
-            behind += count - 1 - marks.index(True)
+        if by_student and True in marks:
+            total += count - 1 - marks.index(True)
         begin += count
-    return behind
+    return total
 
 
 def _most_logprobs(teacher: TeacherDistribution, targets: Tensor) -> Tensor:

@@ -87,6 +87,7 @@ from cartridge_forge.training.records import (
     no_scoring,
     score_callback,
     with_composition,
+    with_likeliest,
     with_title,
 )
 from cartridge_forge.training.renderer import ChatRenderer
@@ -292,7 +293,8 @@ class LongHealthPrompts:
         """Return the on-policy prompts of 0-based `step`, over cartridge `version`."""
         prompts = self._prepared.pop(step, None) or self._prompts("on_policy", step)
         train, names = self._spec.train, sorted(self.layout.cartridges)
-        return with_composition(prompts, version, names, train.compose, train.seed)
+        composed = with_composition(prompts, version, names, train.compose, train.seed)
+        return with_likeliest(composed, self._spec.teacher.student_top)
 
     def prepare(self, step: int) -> None:
         """Make the on-policy prompts of `step` beforehand, while the models work."""

@@ -76,6 +76,7 @@ from cartridge_forge.training.records import (
     no_scoring,
     score_callback,
     with_composition,
+    with_likeliest,
     with_title,
 )
 from cartridge_forge.training.renderer import ChatRenderer
@@ -277,7 +278,10 @@ class DocumentsRecipe(Recipe):
         await self._ready(generate)
         train, asked = self._spec.train, [p for _, p in self._prompts("on_policy", step)]
         names = sorted(self.layout.cartridges)
-        prompts = with_composition(asked, version, names, train.compose, train.seed)
+        prompts = with_likeliest(
+            with_composition(asked, version, names, train.compose, train.seed),
+            self._spec.teacher.student_top,
+        )
         if self._sampling is not None:
             return await self._sampling.rollout(step, prompts, generate, ended)
         requests = [p.request for p in prompts]

@@ -37,7 +37,9 @@ from cartridge_forge.training.records import (
     as_sample,
     context_ref,
     no_scoring,
+    with_likeliest,
     with_prefix,
+    without_likeliest,
 )
 
 Written = tuple[StudyPrompt, Completion, Sample]
@@ -59,6 +61,7 @@ class VerifiedResponse:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     taught: list[int] = field(default_factory=list)
+    likely: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     reads: list[tuple[int, int]] = field(default_factory=list)
     served: tuple[str, ...] = ()
     reason: str = ""
@@ -89,11 +92,13 @@ class VerifiedResponse:
         )  # fmt: skip
 
     def read(self, completion: Completion) -> None:
-        """Take the student's log-probability of the teacher's token from a completion after it."""
+        """Take the student's log-probability of the teacher's token, and what it holds likeliest in
+        its place, from a completion after it."""
         self.served = completion.served
         if self.unread:
             self.logprobs.append(completion.prompt_logprobs[-1])
             self.versions.append(completion.versions[0])
+            self.likely += completion.prompt_top_logprobs[-1:]
             self.unread = False
 
     def extend(
@@ -105,6 +110,7 @@ class VerifiedResponse:
         self.tokens += block[:accepted]
         self.logprobs += completion.logprobs[:accepted]
         self.versions += completion.versions[:accepted]
+        self.likely += completion.top_logprobs[:accepted]
         judged = min(accepted + 1, len(block))
         taught = 0
         if accepted == len(block) and completion.finish_reason == "stop":
@@ -121,7 +127,8 @@ class VerifiedResponse:
     def completion(self) -> Completion:
         return Completion(
             self.prompt.request.id, tuple(self.tokens), tuple(self.logprobs), tuple(self.versions),
-            self.reason, served=self.served, taught=tuple(self.taught),
+            self.reason, top_logprobs=tuple(self.likely), served=self.served,
+            taught=tuple(self.taught),
         )  # fmt: skip
 
 
@@ -172,14 +179,16 @@ class VerifiedSampling:
             counts += part_counts
         rows = [rows_by_id[p.request.id] for p in prompts]
         return Rollout(
-            step, tuple(p for p, _, _ in rows), tuple(c for _, c, _ in rows),
+            step, tuple(p for p, _, _ in rows), without_likeliest(c for _, c, _ in rows),
             [s for _, _, s in rows], verified=counts.facts,
         )  # fmt: skip
 
     async def _by_teacher(
         self, prompts: Sequence[StudyPrompt], generate: GenerateCall, ended: ScoreGroup
     ) -> tuple[list[Written], VerifiedCounts]:
-        over_document = [with_prefix(p, context_ref(p.contexts)) for p in prompts]
+        over_document = with_likeliest(
+            [with_prefix(p, context_ref(p.contexts)) for p in prompts], 0
+        )
         completions = await generate([p.request for p in over_document])
         rows = [
             (p, c, as_sample(p, c, offline=True))

@@ -8,7 +8,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -38,7 +38,7 @@ from cartridge_forge.protocols.step import (
     TensorRef,
 )
 from cartridge_forge.protocols.verification import VerifyCall, VerifyReply
-from cartridge_forge.training.records import Rollout, StudyPrompt, rollout_from
+from cartridge_forge.training.records import Rollout, StudyPrompt, rollout_from, with_likeliest
 
 END = frozenset({2})
 CARTRIDGE, DOCUMENT = PrefixRef("cartridge/a", 3), PrefixRef("document/a", 0)
@@ -331,6 +331,29 @@ def test_what_lies_behind_the_first_refused_token_carries_no_loss(twin: Twin) ->
     assert trained_marks(sampled(Room(twin), asked, rollout__verify={}).samples) is None
 
 
+@pytest.mark.parametrize("rule", ["threshold", "exact"])
+def test_the_students_likeliest_tokens_come_with_every_token(twin: Twin, rule: str) -> None:
+    """Those of the teacher's tokens too, which the student reads; the teacher's text has none, and
+    nothing else changes."""
+    room, asked = Room(twin), prompts(8)
+    mix = {"verified": 0.5, "plain": 0.25, "teacher": 0.25}
+    sets: dict[str, Any] = {"train__mix": mix, "rollout__verify": {"block": 4, "rule": rule}}
+    rollout = sampled(room, with_likeliest(asked, 3), **sets)
+    for sample in rollout.samples:
+        if sample.versions[0] < 0:
+            assert sample.likely == ()
+            continue
+        own = logprobs(twin, room.prefixes[CARTRIDGE], sample)
+        assert len(sample.likely) == len(sample.response_ids)
+        for place, row in enumerate(sample.likely):
+            assert row == tuple(own[place].topk(3).indices.tolist())
+    assert any(s.taught for s in rollout.samples)
+    assert all(c.top_logprobs == c.prompt_top_logprobs == () for c in rollout.completions)
+    assert rollout_from_json(rollout) == rollout
+    without = sampled(Room(twin), asked, **sets)
+    assert [replace(s, likely=()) for s in rollout.samples] == without.samples
+
+
 def test_a_student_alone_needs_no_sampling_with_the_teacher() -> None:
     assert opened(learn(), cast("Any", SimpleNamespace()), END) is None
 
@@ -344,6 +367,22 @@ def test_a_student_alone_needs_no_sampling_with_the_teacher() -> None:
         (
             {"rollout__verify": {"rule": "exact"}, "generator__backend": "vllm"},
             "must be threshold with generator.backend vllm",
+        ),
+        (
+            {"teacher__top_k": "full", "teacher__top_k_of": "both"},
+            "belongs to a teacher.top_k that",
+        ),
+        (
+            {"teacher__top_k": 21, "teacher__top_k_of": "both", "generator__backend": "vllm"},
+            "must be at most 20 with teacher.top_k_of both",
+        ),
+        (
+            {
+                "loss__form": "pairs",
+                "loss__direction": "cross_entropy",
+                "teacher__top_k_of": "both",
+            },
+            "must not be pairs with teacher.top_k_of both",
         ),
         ({"train__mix": {"verified": 0.5, "plain": 0.4}}, r"must come to 1 together .*\(0.9\)"),
         ({"train__mix": {"verified": 1.0}}, "must have a share `verified` with rollout.verify"),
