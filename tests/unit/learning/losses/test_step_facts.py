@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from channel_setup import bank_of, loss_form, progress_of
@@ -12,7 +14,9 @@ from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.losses.doc_kl import refused_before, student_mass
 from cartridge_forge.learning.step import StepOptions, train_step
 from cartridge_forge.learning.teacher import TeacherDistribution, top_k
+from cartridge_forge.plugins.documents.study.verified import trained_marks
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
+from cartridge_forge.protocols.spec.sections import LossSpec
 from cartridge_forge.protocols.step import Sample, TrainBatch
 
 # Of five tokens; at each place the teacher's probabilities.
@@ -115,3 +119,38 @@ def test_a_step_tells_both_whatever_its_parts(
     told = facts(llama, samples, whole_vocabulary, "jsd")
     assert told["after_refusal"] == 0.5
     assert "student_mass" not in told
+
+
+def test_jsd_trains_verified_rows_token_by_token(llama: Twin, make_samples: object) -> None:
+    """JSD 0.5 of a verified sample, the teacher's token among them, and of one whose tokens behind
+    a refused one are masked: against transformers and float64, over the tokens that bear a loss. By
+    hand, of probabilities (0.5, 0.5) and (0.9, 0.1) it is 0.101749 (test_doc_kl.py)."""
+    assert callable(make_samples)
+    verified, masked = make_samples(("a", 4, 5), ("b", 2, 3))
+    samples = [
+        replace(verified, verified=True, taught=(1,)), replace(masked, masked=(2,))
+    ]  # fmt: skip
+    random = torch.Generator().manual_seed(2)
+    scored = 3.0 * torch.randn(8, llama.model.vocabulary, generator=random)
+    marks = trained_marks(samples)
+    assert marks == ((True,) * 5, (True, True, False))
+    bank = bank_of(llama)
+    expected = []
+    for sample, rows in zip(samples, (slice(0, 5), slice(5, 7)), strict=True):
+        own = llama.response_logits(sample, bank.kv([sample.cartridge])[0].detach())
+        s, t = (x.double().softmax(-1) for x in (own[: rows.stop - rows.start], scored[rows]))
+        m = (s + t) / 2
+        expected += (0.5 * ((t * (t / m).log()).sum(-1) + (s * (s / m).log()).sum(-1))).tolist()
+    output = train_step(
+        llama.model, bank, progress_of(bank),
+        TrainBatch(
+            doc=samples, doc_trained=marks,
+            scores={"doc_teacher": TeacherDistribution(logits=scored[:7])},
+        ),
+        active_channels(EpisodesObjective(), LossSpec(direction="jsd", beta=0.5)), 0,
+        StepOptions(clip=1.0, row_tokens=20, staleness=0),
+    )  # fmt: skip
+    assert output.tokens == 7
+    assert output.kl == pytest.approx(sum(expected) / 7, rel=1e-5)
+    # A verified sample has no token behind a mistake; the other's first token is one.
+    assert output.terms["doc_kl"]["after_refusal"] == 1 / 7
