@@ -53,6 +53,7 @@ from cartridge_forge.plugins.documents.study.prompts import (
 )
 from cartridge_forge.plugins.documents.study.verified import (
     VerifiedSampling,
+    offline_text,
     opened,
     trained_marks,
 )
@@ -131,7 +132,7 @@ class LongHealthRecipe(Recipe):
         steps = range(first, first + OFFLINE_CHUNK)
         prompts = [self._tasks.offline(s) for s in steps]
         flat = [p for step in prompts for p in step]
-        completions = await generate([p.request for p in flat])
+        completions = await offline_text(self._sampling, flat, generate)
         rollouts = []
         for i, step in enumerate(steps):
             share = slice(i * len(prompts[i]), (i + 1) * len(prompts[i]))

@@ -43,7 +43,7 @@ from cartridge_forge.plugins.documents.study.rows import (
     user_question,
     weighed,
 )
-from cartridge_forge.plugins.documents.study.verified import opened, trained_marks
+from cartridge_forge.plugins.documents.study.verified import offline_text, opened, trained_marks
 from cartridge_forge.plugins.documents.synthesis import model_name, read_rows, write_study
 from cartridge_forge.plugins.documents.synthesis_rows import StudyRow
 from cartridge_forge.plugins.statistics.gold import gold_results
@@ -293,8 +293,8 @@ class DocumentsRecipe(Recipe):
         answered by the model with the whole document."""
         await self._ready(generate)
         prompts = self._prompts("offline", first)
-        unsaid = [p.request for s, p in prompts if not s.answer_ids]
-        made = await generate(unsaid) if unsaid else []
+        unsaid = [p for s, p in prompts if not s.answer_ids]
+        made = await offline_text(self._sampling, unsaid, generate) if unsaid else []
         fresh = {c.request_id: c for c in made}
         completions = [fresh.get(p.request.id) or completion_of_row(s, p) for s, p in prompts]
         asked = [p for _, p in prompts]

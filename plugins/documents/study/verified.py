@@ -24,7 +24,7 @@ from cartridge_forge.learning.verified.rules import best_block
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.sections import MixSpec, VerifiedRolloutSpec
-from cartridge_forge.protocols.step import Completion, GenerateRequest, Sample
+from cartridge_forge.protocols.step import BARE, Completion, GenerateRequest, Sample
 from cartridge_forge.protocols.verification import VerifiedCounts, VerifyCall, VerifyRow
 from cartridge_forge.services.clients import DocTeacherClient
 from cartridge_forge.services.mesh import Mesh
@@ -183,13 +183,33 @@ class VerifiedSampling:
             [s for _, _, s in rows], verified=counts.facts,
         )  # fmt: skip
 
+    @property
+    def is_exact(self) -> bool:
+        """Return whether verified text is distributed as the teacher's own."""
+        return self._verify is not None and self._verify.rule == "exact"
+
+    async def document_text(
+        self, prompts: Sequence[StudyPrompt], generate: GenerateCall
+    ) -> list[Completion]:
+        """Return the answers that the documents' teacher writes, in its own distribution, to
+        prompts whose prefixes propose."""
+
+        async def group(members: Sequence[StudyPrompt]) -> list[Completion]:
+            assert self._verify is not None
+            return (await self._group(members, self._verify, generate))[0]
+
+        return await self._mesh.pools["generator"].split(prompts, group, self._chunk)
+
     async def _by_teacher(
         self, prompts: Sequence[StudyPrompt], generate: GenerateCall, ended: ScoreGroup
     ) -> tuple[list[Written], VerifiedCounts]:
         over_document = with_likeliest(
             [with_prefix(p, context_ref(p.contexts)) for p in prompts], 0
         )
-        completions = await generate([p.request for p in over_document])
+        if self.is_exact:  # its cartridge drafts what the document writes
+            completions = await self.document_text(with_likeliest(prompts, 0), generate)
+        else:
+            completions = await generate([p.request for p in over_document])
         rows = [
             (p, c, as_sample(p, c, offline=True))
             for p, c in zip(over_document, completions, strict=True)
@@ -306,6 +326,17 @@ class VerifiedSampling:
             with contextlib.suppress(PlaneError):  # it went with its plane
                 await self._mesh.plane.delete(packet.key)
         return proposals, iter(reply.verdicts), reply.ratio
+
+
+async def offline_text(
+    sampling: VerifiedSampling | None, prompts: Sequence[StudyPrompt], generate: GenerateCall
+) -> list[Completion]:
+    """Return the documents' answers to prompts over them: by the generators, or with the rule
+    `exact` by its machinery. The model without a document then proposes. It is no worse a writer
+    for that, and unlike a cartridge it is there, with the same numbers, when a run is resumed."""
+    if sampling is None or not sampling.is_exact:
+        return await generate([p.request for p in prompts])
+    return await sampling.document_text([with_prefix(p, BARE) for p in prompts], generate)
 
 
 def trained_marks(samples: Sequence[Sample]) -> tuple[tuple[bool, ...], ...] | None:

@@ -116,3 +116,28 @@ def test_a_run_warns_once_of_mistakes_and_of_an_unseen_student(tmp_path: Path) -
         assert text in unescape((path / "report.html").read_text())
     verified = finished(tmp_path / "verified", **recite, **{"rollout.verify": {"block": 6}})
     assert "warned" not in {e["event"] for e in rows(verified / "events.jsonl")}
+
+
+@pytest.mark.timeout(600)
+def test_the_offline_arms_text_is_made_by_the_exact_machine(tmp_path: Path) -> None:
+    """Its tokens are the teacher's (version -1), most of them proposed by the model without the
+    document; and the same to the byte where the teacher dies while they are written, and where the
+    run is killed behind them and writes them again."""
+    sets = {
+        **SHORT, **HASTY, "rollout.verify": {"rule": "exact", "block": 4},
+        "evaluate.arms": ["on_policy", "offline"],
+    }  # fmt: skip
+    calm = finished(tmp_path / "calm", **sets)
+    offline = [r for r in rows(calm / "rollouts.jsonl") if r["arm"] == "offline"]
+    assert {v for r in offline for v in r["versions"]} == {-1}
+    tokens = sum(len(r["response_ids"]) for r in offline)
+    assert 0 < sum(len(r.get("taught", ())) for r in offline) < tokens
+    assert all("verified" not in r for r in rows(calm / "metrics.jsonl") if r["arm"] == "offline")
+    blows = [
+        Blow((STAGES.index("on_policy!"), 0), "doc_teacher", phase="rollout"),
+        Blow((STAGES.index("offline"), 1), "controller"),
+    ]
+    done = storm(tmp_path / "storm", blows, timeout=400, **sets)
+    assert len(done.struck) == len(blows)
+    assert done.code == 0, done.story()
+    same_outcome(latest(tmp_path / "storm"), calm)

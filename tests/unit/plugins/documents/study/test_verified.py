@@ -22,11 +22,13 @@ from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.teacher import document_kv
 from cartridge_forge.plugins.documents.study.verified import (
     VerifiedSampling,
+    offline_text,
     opened,
     trained_marks,
 )
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.step import (
+    BARE,
     GenerateRequest,
     PrefixRef,
     Sample,
@@ -294,6 +296,30 @@ def test_the_students_likeliest_tokens_come_with_every_token(twin: Twin, rule: s
     assert rollout_from_json(rollout) == rollout
     without = sampled(room_of(twin), asked, **sets)
     assert [replace(s, likely=()) for s in rollout.samples] == without.samples
+
+
+def test_offline_text_by_the_exact_rule_is_the_teachers_own(twin: Twin) -> None:
+    """Greedy, token for token: proposed by the model without a document, and in a mixture by the
+    cartridge. By another rule, or none, the generators write it over the document."""
+    asked = prompts(5, DOCUMENT, temperature=0.0)
+    room = room_of(twin)
+    room.prefixes[BARE] = document_kv(twin.model, (1,))
+    alone = generate(twin.model, [p.request for p in asked], room.prefixes.__getitem__, END)
+    mix = {"verified": 0.5, "teacher": 0.5}
+    for verify, calls in (({"rule": "exact", "block": 3}, True), ({"block": 3}, False)):
+        sampling = opened(spec(rollout__verify=verify, train__mix=mix), cast("Any", room), END)
+        before = len(room.calls)
+        texts = asyncio.run(offline_text(sampling, asked, room.generate))
+        assert [c.token_ids for c in texts] == [c.token_ids for c in alone]
+        assert (len(room.calls) > before) == calls
+        assert any(c.taught for c in texts) == calls
+    exact = {"rollout__verify": {"rule": "exact", "block": 3}, "train__mix": mix}
+    rollout = sampled(room, prompts(5, temperature=0.0), **exact)
+    assert [s.response_ids for s in rollout.samples] == [c.token_ids for c in alone]
+    written = [s for s in rollout.samples if set(s.versions) == {-1}]
+    assert len(written) == 2
+    assert {p.request.prefix for p in rollout.prompts} == {CARTRIDGE, DOCUMENT}
+    assert asyncio.run(offline_text(None, asked, room.generate)) == alone
 
 
 def test_a_student_alone_needs_no_sampling_with_the_teacher() -> None:
