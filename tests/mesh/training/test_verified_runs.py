@@ -15,6 +15,7 @@ ON_POLICY = STAGES.index("on_policy")
 SHORT: dict[str, Any] = {"train.steps": 3, "evaluate.arms": ["on_policy"], "rollout.prompts": 8}
 EXACT: dict[str, Any] = {
     **SHORT, "train.steps": 8, "rollout.prompts": 16, "rollout.verify": {"rule": "exact"}, **HASTY,
+    "teacher.top_k_of": "both",
 }  # fmt: skip
 
 
