@@ -30,7 +30,7 @@ from cartridge_forge.plugins.grammar.grammar import Grammars
 from cartridge_forge.plugins.serve.engine.engine import TorchEngine
 from cartridge_forge.plugins.serve.engine.engine_thread import Engine, EngineThread, Told
 from cartridge_forge.protocols.errors import PublishError, RunError
-from cartridge_forge.protocols.ports import TensorPlane
+from cartridge_forge.protocols.ports import EngineReport, TensorPlane, TokenChunk, TokenPort
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
 from cartridge_forge.protocols.step import (
     CartridgeSnapshot,
@@ -38,7 +38,6 @@ from cartridge_forge.protocols.step import (
     GenerateOutput,
     GenerateRequest,
 )
-from cartridge_forge.protocols.streams import EngineReport, TokenChunk, TokenPort
 
 REPLY_SECONDS = 2.0  # for the replies of an engine that died to reach their callers
 TELL_SECONDS = 0.02  # between two messages with later tokens of streams

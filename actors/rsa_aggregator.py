@@ -14,13 +14,13 @@ from cartridge_forge.plugins.rsa.spec import RsaSpec
 from cartridge_forge.plugins.strategies.answers.equivalence import end_judge
 from cartridge_forge.plugins.strategies.answers.extract import extract
 from cartridge_forge.plugins.strategies.rsa.islands import RSAShape
-from cartridge_forge.plugins.strategies.rsa.populations import aggregate
-from cartridge_forge.plugins.strategies.rsa.prompts import as_task
-from cartridge_forge.plugins.strategies.rsa.records import (
+from cartridge_forge.plugins.strategies.rsa.populations import (
     AggregationInput,
     JudgedPopulation,
     RSAProblem,
+    aggregate,
 )
+from cartridge_forge.plugins.strategies.rsa.prompts import as_task
 
 
 class RSAAggregatorActor(Actor):

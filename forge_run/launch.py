@@ -27,7 +27,7 @@ from rich.console import Console
 
 from cartridge_forge.forge_run.opening import OpenRun, opened
 from cartridge_forge.forge_run.resuming import sizes_of
-from cartridge_forge.plugins.cluster.hosts.own_address import reached_at
+from cartridge_forge.plugins.cluster.hosts.handshake import reached_at
 from cartridge_forge.plugins.cluster.tls.identity import read_identity
 from cartridge_forge.plugins.watch.console import ConsoleDisplay, print_results
 from cartridge_forge.protocols.errors import ForgeError, RunError, SpecError
@@ -40,8 +40,13 @@ from cartridge_forge.services.planes.open import PLANE_IMPORTS
 from cartridge_forge.services.pool.hosts import LINK_ENVIRONMENT
 from cartridge_forge.services.pool.sizes import PoolSize
 from cartridge_forge.services.proc_info import descendants, has_ended
-from cartridge_forge.services.run_directory import RunDirectory, storage_error
-from cartridge_forge.services.run_position import ResumePoint, newest_checkpoint, resume_point
+from cartridge_forge.services.run_directory import (
+    ResumePoint,
+    RunDirectory,
+    newest_checkpoint,
+    resume_point,
+    storage_error,
+)
 
 POLL_SECONDS = 0.5  # between two looks at signals, and at whether the controller lives
 STATUS_SECONDS = 1.0  # between two statuses: each takes both processes 2 ms
@@ -132,7 +137,7 @@ def run(
 
 def _point(spec: RunSpec, directory: RunDirectory) -> ResumePoint:
     """Return where a run goes on that was cut off."""
-    from cartridge_forge.services.role_processes import last_state_here
+    from cartridge_forge.services.roles import last_state_here
 
     newest = newest_checkpoint(directory)
     return resume_point(directory, newest) if last_state_here(spec) else ResumePoint(newest)
@@ -210,7 +215,7 @@ def _drive(
     import monarch.actor as monarch
 
     from cartridge_forge.actors.base import bootstrap
-    from cartridge_forge.services.role_processes import controller_variables
+    from cartridge_forge.services.roles import controller_variables
     from cartridge_forge.training.controller import ControllerActor
 
     directory, resume = run.directory, run.resumed

@@ -16,8 +16,7 @@ from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.services.run_directory import LATEST, RunDirectory, storage_error
 
 if TYPE_CHECKING:  # most runs have no store
-    from cartridge_forge.plugins.library.run_mirror import RunMirror
-    from cartridge_forge.plugins.library.run_store import StoredRun, StoreLease
+    from cartridge_forge.plugins.library.run_store import RunMirror, StoredRun, StoreLease
 
 
 @dataclass(frozen=True)
@@ -117,9 +116,8 @@ def _mirror(
     stack: ExitStack,
 ) -> RunMirror:
     from cartridge_forge.plugins.library.object_store import ObjectStore
-    from cartridge_forge.plugins.library.run_mirror import RunMirror
-    from cartridge_forge.plugins.library.run_store import StoredRun
-    from cartridge_forge.services.role_processes import writers_apart
+    from cartridge_forge.plugins.library.run_store import RunMirror, StoredRun
+    from cartridge_forge.services.roles import writers_apart
 
     if stored is None or stored[0].id != directory.id:
         run = StoredRun(ObjectStore(url), spec.mesh.name, directory.id)

@@ -10,8 +10,8 @@ from cartridge_forge.actors.base import VLLM_REMEDY, gpus_here, missing_vllm
 from cartridge_forge.learning.decoder_config import decoder_config
 from cartridge_forge.plugins.cluster.hosts.handshake import host_and_port
 from cartridge_forge.plugins.cluster.manifests.devices import GB, device_loads
-from cartridge_forge.plugins.cluster.manifests.run_volume import NO_LEDGER, shares_no_ledger
 from cartridge_forge.plugins.cluster.manifests.sizing import known_size, tensor_parallel
+from cartridge_forge.plugins.cluster.manifests.volumes import NO_LEDGER, shares_no_ledger
 from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
 from cartridge_forge.plugins.replay.spec import ReplayTeacherSpec
 from cartridge_forge.plugins.rsa.spec import RsaLearn

@@ -38,6 +38,7 @@ from cartridge_forge.learning.decoder import LanguageModel, linear
 from cartridge_forge.learning.stopping import Decode, StopChecker
 from cartridge_forge.protocols.errors import DataError, PublishError
 from cartridge_forge.protocols.grammar import ResponseGrammar
+from cartridge_forge.protocols.ports import TokenChunk, refused
 from cartridge_forge.protocols.step import (
     Completion,
     GenerateRequest,
@@ -45,7 +46,6 @@ from cartridge_forge.protocols.step import (
     Sampling,
     require_ids,
 )
-from cartridge_forge.protocols.streams import TokenChunk, refused
 
 MOST_TOKENS = 2**24  # of any number of tokens in a request
 MOST_TEMPERATURE = 1e6  # every token is as likely long before

@@ -344,7 +344,7 @@ class ScoreOutput(TimedReply):
 
 class SampleScores(TypedDict):
     """Hold the scores of the response tokens of one sample, as text
-    (`protocols.records.token_scores`)."""
+    (`protocols.records.answers`)."""
 
     kl: str
     top: str
@@ -369,7 +369,7 @@ class TrainStepOutput(TimedReply):
     "tokens": 212}}, with `step` the number of the cartridge's own step. `lr` is the largest of
     theirs, and `grad_norm` that of all of them together. `token_scores` is doc_kl at every token of
     a sample and the teacher's likeliest tokens there, by its id
-    (`protocols.records.token_scores`), empty where it is not asked for or was
+    (`protocols.records.answers`), empty where it is not asked for or was
     lost with a trainer. `published` is in the plane already, where that was asked for.
     """
 

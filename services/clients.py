@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from monarch.actor import Channel
 
 from cartridge_forge.protocols.errors import PublishError, RunError, StaleTokenError
-from cartridge_forge.protocols.ports import TensorPlane
+from cartridge_forge.protocols.ports import EngineReport, TensorPlane, TokenChunk, TokenPort
 from cartridge_forge.protocols.records.status import ReplicaState
 from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
 from cartridge_forge.protocols.step import (
@@ -40,7 +40,6 @@ from cartridge_forge.protocols.step import (
     TrainBatch,
     TrainStepOutput,
 )
-from cartridge_forge.protocols.streams import EngineReport, TokenChunk, TokenPort
 from cartridge_forge.protocols.verification import VerifyCall, VerifyReply
 from cartridge_forge.services.pool.pool import Pool, PoolUpdate, Replica, ask
 

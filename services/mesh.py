@@ -24,12 +24,12 @@ from cartridge_forge.learning.model.control_tokens import vocabulary_of
 from cartridge_forge.learning.model.verdicts import kept_verdict
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.plugins import resolve
+from cartridge_forge.protocols.ports import TraceSpan
 from cartridge_forge.protocols.spec.mesh import MODEL_ROLES, RoleSpec, RunSpec
 from cartridge_forge.protocols.spec.model import ModelSpec
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
 from cartridge_forge.protocols.spec.services import HealthSpec
 from cartridge_forge.protocols.step import CartridgeSnapshot, require_ids
-from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.clients import TrainerClient, use_plane
 from cartridge_forge.services.forkserver.client import bootstrap_command
 from cartridge_forge.services.planes.open import OwnedPlane, PlaneRelays, import_plane, open_plane
@@ -38,13 +38,14 @@ from cartridge_forge.services.pool.lifecycle import Check, Note
 from cartridge_forge.services.pool.pool import Pool, Replica
 from cartridge_forge.services.pool.process import same_files
 from cartridge_forge.services.pool.service import Service
-from cartridge_forge.services.role_processes import WRITERS, role_variables
 from cartridge_forge.services.roles import (
     ENGINE_GENERATOR,
+    WRITERS,
     actor_class,
     actor_of,
     device_of,
     role_arguments,
+    role_variables,
     with_room,
 )
 from cartridge_forge.services.run_directory import RunDirectory

@@ -12,11 +12,10 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from cartridge_forge.protocols.files import read_rows, steady_time, utc_text
-from cartridge_forge.protocols.ports import TelemetrySink
+from cartridge_forge.protocols.ports import TelemetrySink, TraceSpan
 from cartridge_forge.protocols.records.run_files import EventName, MetricRow
 from cartridge_forge.protocols.records.status import RunStatus
 from cartridge_forge.protocols.secrets import redacted_row
-from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.run_directory import RunDirectory
 
 HELD_EVENTS = 1000  # queue length of a slow follower; the oldest are dropped

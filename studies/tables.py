@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from cartridge_forge.plugins.clinic.text import said_answer
-from cartridge_forge.plugins.evaluate.comparison import AnswerSource, compare_groups, grouped
+from cartridge_forge.plugins.evaluate.compare import AnswerSource, compare_groups, grouped
 from cartridge_forge.plugins.statistics.formatting import seconds_text
 from cartridge_forge.plugins.statistics.intervals import holm, mean_p, wilson_interval
 from cartridge_forge.plugins.watch.console import duration, interval, percent

@@ -82,13 +82,9 @@ OF_VLLM = tuple(
 OF_ONE_RUN = tuple(
     f"tests/{name}.py"
     for name in (
-        "mesh/runs/test_eval", "mesh/runs/test_frontier", "mesh/runs/test_object_store",
+        "mesh/runs/test_object_store", "mesh/runs/test_whole",
         "nightly/runs/resumed/test_interrupted",
-        "nightly/runs/resumed/test_endings", "nightly/runs/resumed/test_object_store",
-        "nightly/runs/resumed/test_frontier",
-        "nightly/runs/resumed/test_damaged", "mesh/runs/test_served_gold", "mesh/runs/test_whole",
-        "nightly/runs/test_ranks",
-        "nightly/runs/test_stalled", "nightly/runs/test_clock",
+        "nightly/runs/test_ranks", "nightly/runs/test_stalled", "nightly/runs/test_clock",
     )
 )  # fmt: skip
 

@@ -35,8 +35,13 @@ from cartridge_forge.protocols.records.status import RunStatus
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.services.pool.sizes import PoolSize, opening, restore
 from cartridge_forge.services.proc_info import CpuSeconds, cpu_seconds
-from cartridge_forge.services.run_directory import Position, RunDirectory, storage_error
-from cartridge_forge.services.run_position import ResumePoint, resume_point
+from cartridge_forge.services.run_directory import (
+    Position,
+    ResumePoint,
+    RunDirectory,
+    resume_point,
+    storage_error,
+)
 
 if TYPE_CHECKING:
     from cartridge_forge.services.mesh import Mesh
@@ -285,7 +290,7 @@ class ControllerActor(Actor):
         """Return where the run goes on: at the trainer's last state, or at the newest checkpoint
         that is whole and whose rows are. Tells of newer ones."""
         from cartridge_forge.learning.checkpoint import newest_whole
-        from cartridge_forge.services.role_processes import last_state_here
+        from cartridge_forge.services.roles import last_state_here
 
         usable = partial(self._directory.stands, position=self._whole)
         checkpoint, passed = newest_whole(self._directory.checkpoints, usable)

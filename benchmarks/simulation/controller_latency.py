@@ -25,11 +25,11 @@ from monarch.actor import this_host
 from benchmarks.pools import BenchWorker
 from benchmarks.record import benchmark
 from cartridge_forge.plugins.watch.telemetry.hub import open_sinks
+from cartridge_forge.protocols.ports import TraceSpan
 from cartridge_forge.protocols.records.status import ReplicaState
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.spec.services import HealthSpec
-from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.planes.open import open_plane
 from cartridge_forge.services.pool.health import HealthState
 from cartridge_forge.services.pool.pool import Pool, Replica, RequestStatus

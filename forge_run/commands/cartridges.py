@@ -12,11 +12,16 @@ from cartridge_forge.plugins.documents.retrieval import count_terms
 from cartridge_forge.plugins.library.formats import convert, forge, run_checkpoint
 from cartridge_forge.plugins.library.formats.base_model import read_base
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
-from cartridge_forge.plugins.library.formats.diff import changes, differences
-from cartridge_forge.plugins.library.importing import add_cartridge, add_finished, add_from_run
+from cartridge_forge.plugins.library.formats.convert import changes, differences
 from cartridge_forge.plugins.library.names import parse_cartridge
 from cartridge_forge.plugins.library.starting import lineage
-from cartridge_forge.plugins.library.store import CartridgeStore, CartridgeVersion
+from cartridge_forge.plugins.library.store import (
+    CartridgeStore,
+    CartridgeVersion,
+    add_cartridge,
+    add_finished,
+    add_from_run,
+)
 from cartridge_forge.plugins.serve.spec import load_serve
 from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.protocols.errors import DataError

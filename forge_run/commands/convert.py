@@ -14,7 +14,7 @@ from cartridge_forge.plugins.library.formats.base_model import (
     require_fit,
 )
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
-from cartridge_forge.plugins.library.formats.diff import norms, provenance
+from cartridge_forge.plugins.library.formats.convert import norms, provenance
 from cartridge_forge.plugins.statistics.formatting import TableSection, facts, render
 from cartridge_forge.protocols.errors import DataError
 

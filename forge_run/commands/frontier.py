@@ -18,9 +18,13 @@ from typing import Any
 
 from cartridge_forge.forge_run.commands import note
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
-from cartridge_forge.plugins.evaluate.frontier_questions import findings_questions, option_questions
 from cartridge_forge.plugins.evaluate.spec import FrontierSpec
-from cartridge_forge.plugins.evaluate.strategies import ArmRow, compare
+from cartridge_forge.plugins.evaluate.strategies import (
+    ArmRow,
+    compare,
+    findings_questions,
+    option_questions,
+)
 from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.plugins.watch.report.frontier import arms_table, cells
 from cartridge_forge.protocols.errors import SpecError

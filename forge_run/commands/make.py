@@ -159,8 +159,7 @@ def _first(
     from cartridge_forge.forge_run.plan.first_cartridges import first_cartridges, gain_text
     from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
     from cartridge_forge.plugins.library.formats.base_model import read_base
-    from cartridge_forge.plugins.library.importing import add_cartridge
-    from cartridge_forge.plugins.library.store import CartridgeStore
+    from cartridge_forge.plugins.library.store import CartridgeStore, add_cartridge
 
     learn = load_spec(MESH, sets=sets).spec.learn
     assert isinstance(learn, DocumentsLearn), "the shipped mesh is of documents"
@@ -192,8 +191,7 @@ def _add(serve: str, model: str, run: Path, names: Mapping[str, str], called: st
     """Add the run's cartridges to the server's library, and say how they are asked."""
     from cartridge_forge.plugins.library.formats.base_model import read_base
     from cartridge_forge.plugins.library.formats.run_checkpoint import read_all
-    from cartridge_forge.plugins.library.importing import add_from_run
-    from cartridge_forge.plugins.library.store import CartridgeStore
+    from cartridge_forge.plugins.library.store import CartridgeStore, add_from_run
 
     library = CartridgeStore(Path(load_serve(serve).spec.library), read_base(Path(model)))
     chosen = {one: names.get(one, f"{called}.{one}") for one in read_all(run)}

@@ -76,7 +76,7 @@ def row_lengths(learn: RsaLearn, rows: RowSet) -> list[str]:
     """
     from cartridge_forge.plugins.documents.rows.checks import require_lengths
     from cartridge_forge.plugins.documents.study.material import row_corpus
-    from cartridge_forge.plugins.episodes.task_sources.primer import PRIMER, PRIMER_TEXT
+    from cartridge_forge.plugins.episodes.task_sources.base import PRIMER, PRIMER_TEXT
     from cartridge_forge.training.renderer import ChatRenderer
 
     tokenizer = tokenizer_at(learn.model.path)
@@ -118,7 +118,7 @@ def _longer(
 ) -> list[tuple[int, DatasetRow]]:
     """Return the rows whose prompt has more than `most` tokens, each after its number of tokens.
     Those of few bytes are not tokenized: no token is less than a byte."""
-    from cartridge_forge.plugins.episodes.task_sources.primer import PRIMER
+    from cartridge_forge.plugins.episodes.task_sources.base import PRIMER
     from cartridge_forge.protocols.teacher_replay import AgentMessage
 
     empty = len(conversation.opening(PRIMER, (AgentMessage("user", "x"),)))

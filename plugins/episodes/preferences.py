@@ -135,7 +135,7 @@ class PreferenceQueue:
         """Return unfinished work as JSON: waiting pairs, and states under vote (they are asked
         again after a resume, and paid answers come from the ledger)."""
         return {
-            "asked": [_as_json(q) for q, _ in self._asked],
+            "asked": [{**asdict(q), "state": to_row(q.state)} for q, _ in self._asked],
             "held": [asdict(h) for h in self._held],
             "counts": dict(self.counts),
         }
@@ -192,10 +192,6 @@ class PreferenceQueue:
         )  # fmt: skip
         self.counts["unsayable"] += pair is None
         return pair
-
-
-def _as_json(question: AskedState) -> dict[str, Any]:
-    return {**asdict(question), "state": to_row(question.state)}
 
 
 def _from_json(saved: Mapping[str, Any]) -> AskedState:

@@ -28,11 +28,11 @@ from cartridge_forge.plugins.episodes.ahead import (
     oldest_version,
 )
 from cartridge_forge.plugins.episodes.clients import EnvironmentClient
-from cartridge_forge.plugins.episodes.environments.episode_files import to_row
-from cartridge_forge.plugins.episodes.environments.failures import (
+from cartridge_forge.plugins.episodes.environments.episode_files import (
     all_failed,
     commonest_reason,
     not_judged,
+    to_row,
 )
 from cartridge_forge.plugins.episodes.environments.hints import expected_of
 from cartridge_forge.plugins.episodes.environments.monitors import count_flags, environment_counts

@@ -44,7 +44,7 @@ from cartridge_forge.plugins.documents.study.question_files import (
 )
 from cartridge_forge.plugins.documents.study.rows import context_titles, of_parts, studied_of
 from cartridge_forge.plugins.documents.synthesis import model_name, read_rows
-from cartridge_forge.plugins.evaluate.formats import FORMATS, FormatPrompt
+from cartridge_forge.plugins.evaluate.own_text import FORMATS, FormatPrompt
 from cartridge_forge.plugins.evaluate.spec import EvalSpec
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import REPOSITORY

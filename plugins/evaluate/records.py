@@ -74,7 +74,7 @@ class FreeRunning(TypedDict):
 
 
 class Formats(TypedDict):
-    """Hold the share of prompts (`plugins.evaluate.formats`) whose form a greedy response obeys,
+    """Hold the share of prompts (`plugins.evaluate.own_text`) whose form a greedy response obeys,
     over the arm's prefix and without any: `{"obeyed": 0.75, "obeyed_without": 0.83, "n": 12}`."""
 
     obeyed: float

@@ -20,9 +20,8 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from cartridge_forge.plugins.library.formats import forge, peft, tokasaurus
 from cartridge_forge.plugins.library.formats.convert import read
 from cartridge_forge.plugins.library.hub_errors import asking
-from cartridge_forge.plugins.library.importing import add_cartridge
 from cartridge_forge.plugins.library.names import CartridgeName
-from cartridge_forge.plugins.library.store import CartridgeStore, CartridgeVersion
+from cartridge_forge.plugins.library.store import CartridgeStore, CartridgeVersion, add_cartridge
 from cartridge_forge.protocols.errors import DataError
 
 

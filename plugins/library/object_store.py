@@ -138,7 +138,7 @@ class ObjectStore:
                 "may list, read, write and delete there"
             )
         except (exceptions.BaseError, OSError, ValueError) as error:
-            cause, why = error, _first_line(error)
+            cause, why = error, str(error).partition("\n")[0].strip()
         raise StoreError(f"records.store {self.url}: {why}") from cause
 
 
@@ -146,7 +146,3 @@ def _code(error: Exception) -> str:
     """Return the service's own word for a refusal, such as InvalidAccessKeyId."""
     _, separator, tail = str(error).partition("<Code>")
     return tail.partition("<")[0] if separator else type(error).__name__
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].strip()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cartridge_forge.plugins.strategies.rsa.records import (
+from cartridge_forge.plugins.strategies.rsa.populations import (
     AggregationInput,
     JudgedPopulation,
     RSAProblem,

@@ -23,8 +23,7 @@ from cartridge_forge.plugins.episodes.ahead import (
     joined_generate,
     oldest_version,
 )
-from cartridge_forge.plugins.episodes.environments.episode_files import to_row
-from cartridge_forge.plugins.episodes.environments.failures import all_failed
+from cartridge_forge.plugins.episodes.environments.episode_files import all_failed, to_row
 from cartridge_forge.plugins.episodes.environments.training_signals import rl_samples, turn_samples
 from cartridge_forge.plugins.episodes.losses.advantages import varying
 from cartridge_forge.plugins.rsa.client import RSAAggregatorClient
@@ -32,8 +31,7 @@ from cartridge_forge.plugins.rsa.problems import ProblemSource, open_source
 from cartridge_forge.plugins.rsa.rollouts import CandidateRecord, PlayedRun, RSAStart, play
 from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.plugins.statistics.intervals import mean_interval
-from cartridge_forge.plugins.strategies.rsa.populations import reward
-from cartridge_forge.plugins.strategies.rsa.records import RSAProblem
+from cartridge_forge.plugins.strategies.rsa.populations import RSAProblem, reward
 from cartridge_forge.protocols.episodes import Episode, Observation, Task, Turn
 from cartridge_forge.protocols.errors import DataError, RunError
 from cartridge_forge.protocols.layout import layout_of

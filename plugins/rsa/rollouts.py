@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cartridge_forge.plugins.strategies.rsa.populations import measure
-from cartridge_forge.plugins.strategies.rsa.records import (
+from cartridge_forge.plugins.strategies.rsa.populations import (
     AggregationInput,
     JudgedCandidate,
     JudgedPopulation,
     RSAProblem,
+    measure,
 )
 from cartridge_forge.protocols.errors import PublishError
 from cartridge_forge.protocols.step import (

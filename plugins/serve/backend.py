@@ -14,8 +14,8 @@ from cartridge_forge.plugins.serve.spec import HttpSpec, HubSpec, VerifySpec
 from cartridge_forge.plugins.serve.tokenization import Tokenization
 from cartridge_forge.plugins.serve.verification_cost import DraftGain, ServedLoad
 from cartridge_forge.plugins.strategies.problem import StrategyCost, StrategyResult
+from cartridge_forge.protocols.ports import TokenChunk
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef
-from cartridge_forge.protocols.streams import TokenChunk
 
 # Receives tokens as they are sampled. A token may be reported twice: the replica that replaces a
 # lost one decodes the response again from its start, with the same tokens.

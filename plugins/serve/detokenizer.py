@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from cartridge_forge.learning.stopping import Decode, TokenText
 from cartridge_forge.plugins.wire.openai_chat import FinishReason
+from cartridge_forge.protocols.ports import TokenChunk
 from cartridge_forge.protocols.step import Completion
-from cartridge_forge.protocols.streams import TokenChunk
 
 
 class StopFilter:

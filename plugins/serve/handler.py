@@ -59,6 +59,7 @@ from cartridge_forge.plugins.wire.openai_chat import (
     usage,
 )
 from cartridge_forge.protocols.errors import DataError, EngineKilledError, ForgeError, RunError
+from cartridge_forge.protocols.ports import TokenChunk
 from cartridge_forge.protocols.step import (
     NO_DOCUMENT,
     Completion,
@@ -66,7 +67,6 @@ from cartridge_forge.protocols.step import (
     PrefixRef,
     composed_ref,
 )
-from cartridge_forge.protocols.streams import TokenChunk
 
 Body = TypeVar("Body")
 Parse = Callable[[RequestParser, Body], ServingRequest]

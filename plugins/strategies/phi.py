@@ -29,8 +29,7 @@ from typing import Any
 from pydantic import Field
 
 from cartridge_forge.plugins.strategies.answers.extract import extract
-from cartridge_forge.plugins.strategies.answers.text_clusters import text_clusters
-from cartridge_forge.plugins.strategies.answers.votes import tally
+from cartridge_forge.plugins.strategies.answers.votes import tally, text_clusters
 from cartridge_forge.plugins.strategies.detectors import Detector
 from cartridge_forge.plugins.strategies.problem import StrategyCost, StrategyProblem, StrategyResult
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleResult, require
@@ -82,7 +81,7 @@ class PhiDecoding(SpecSection):
                 foreseen += await self._foreseen(stepper, kept_paths, t)
                 ahead = [b for b, _ in foreseen]
                 labels = text_clusters(
-                    [_rollout_text(b) for b in ahead],
+                    [b.ahead.steps[-1].text for b in ahead],
                     self.clusters,
                     question.stream(f"clusters/{t}"),
                 )
@@ -171,11 +170,6 @@ def _softmax(values: Sequence[float]) -> list[float]:
 
 def _mean(result: SampleResult) -> float:
     return fmean(result.logprobs) if result.logprobs else NOTHING
-
-
-def _rollout_text(beam: PhiBeam) -> str:
-    """Return the look-ahead's text after the path, or the last step of a finished path."""
-    return beam.ahead.steps[-1].text
 
 
 def _largest(labels: Sequence[int]) -> tuple[int, float]:

@@ -46,6 +46,7 @@ from cartridge_forge.plugins.vllm.kv_layout import (
 )
 from cartridge_forge.plugins.vllm.outputs import completed, likeliest, of_prompt
 from cartridge_forge.protocols.errors import DataError, PublishError, RunError
+from cartridge_forge.protocols.ports import TokenChunk
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
 from cartridge_forge.protocols.step import (
     CARTRIDGE,
@@ -55,7 +56,6 @@ from cartridge_forge.protocols.step import (
     count_work,
     require_ids,
 )
-from cartridge_forge.protocols.streams import TokenChunk
 
 MAX_LOGPROBS = 20  # at a position; vLLM's default, and the maximum of other APIs
 MAX_REQUESTS = 256  # in one step; vLLM's default on most machines

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cartridge_forge.protocols.ports import refused
 from cartridge_forge.protocols.step import Completion, GenerateRequest
-from cartridge_forge.protocols.streams import refused
 
 
 def completed(request: GenerateRequest, output: Any) -> Completion:

@@ -34,11 +34,11 @@ from cartridge_forge.protocols.errors import (
     RunError,
 )
 from cartridge_forge.protocols.files import steady_time
+from cartridge_forge.protocols.ports import TraceSpan
 from cartridge_forge.protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.spec.services import RouterName
 from cartridge_forge.protocols.step import TimedReply
-from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.pool.health import (
     EngineLost,
     HealthState,

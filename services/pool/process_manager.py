@@ -2,7 +2,7 @@
 each.
 
 A process mesh with a failed actor accepts no new actors, so a replica's successor gets a new one.
-`services.pool.placement` chooses the host; hosts `join` and `leave` at any time.
+`services.pool.process` chooses the host; hosts `join` and `leave` at any time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.protocols.plugins import resolve
 from cartridge_forge.protocols.spec.services import HealthSpec
 from cartridge_forge.services.pool.hosts import HostWorker, finish
-from cartridge_forge.services.pool.placement import choose, crowded, lack, never_fits
-from cartridge_forge.services.pool.process import ALONE, ProcessHost, ReplicaProcess
+from cartridge_forge.services.pool.process import (
+    ALONE,
+    ProcessHost,
+    ReplicaProcess,
+    choose,
+    crowded,
+    lack,
+    never_fits,
+)
 
 SPARE_SECONDS = 1.0  # an idle process answers in a millisecond
 RETRY_SECONDS = 1.0  # between two trials of a host that fails them at once

@@ -28,10 +28,10 @@ from monarch.actor import Actor, HostMesh, MeshFailure
 
 from cartridge_forge.protocols.errors import ForgeError, PlaneError, RunError
 from cartridge_forge.protocols.plugins import resolve
+from cartridge_forge.protocols.ports import TraceSpan
 from cartridge_forge.protocols.records.status import ReplicaState
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.spec.services import HealthSpec
-from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.pool.health import IN_SERVICE, HealthState, last_line, silent
 from cartridge_forge.services.pool.hosts import HostSource, HostWorker, Membership
 from cartridge_forge.services.pool.lifecycle import (

@@ -19,9 +19,9 @@ from monarch.actor import ActorError
 
 from cartridge_forge.actors.heartbeat import Heartbeat
 from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.protocols.ports import TraceSpan
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.spec.services import HealthSpec
-from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.clients import Packed
 from cartridge_forge.services.pool import process as process_module
 from cartridge_forge.services.pool.health import HealthState, refitted

@@ -37,7 +37,7 @@ BESIDE = (
     "plugins/watch/", "services/run_directory.py",
     "plugins/library/run_lease.py", "services/run_log.py", "services/proc_info.py",
     "services/pool/sizes.py", "services/pool/health.py",
-    "services/pool/lifecycle.py", "services/pool/placement.py", "services/pool/process.py",
+    "services/pool/lifecycle.py", "services/pool/process.py",
     "services/pool/process_manager.py", "services/pool/service.py", "services/pool/hosts.py",
     "plugins/cluster/hosts/", "services/forkserver/", "actors/heartbeat.py",
     "learning/losses/token_scores.py", "protocols/files.py", "protocols/records/",

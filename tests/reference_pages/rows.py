@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields, is_dataclass
 
 from cartridge_forge.plugins.evaluate import records as evaluation
 from cartridge_forge.plugins.statistics import gold
-from cartridge_forge.protocols.records import answers, run_files, status, token_scores
+from cartridge_forge.protocols.records import answers, run_files, status
 from reference_pages.markdown import code, page, table
 
 ABOUT = """
@@ -21,7 +21,7 @@ The classes behind the files of a run, with the types of their fields.
 def rows_page() -> str:
     """Return the page, a heading for each record."""
     parts: list[str] = []
-    for module in (run_files, token_scores, answers, gold, evaluation, status):
+    for module in (run_files, answers, gold, evaluation, status):
         for name, found in vars(module).items():
             own = isinstance(found, type) and found.__module__ == module.__name__
             if own and not name.startswith("_"):

@@ -26,7 +26,7 @@ from cartridge_forge.plugins.watch.ui.access import PageAccess
 from cartridge_forge.plugins.watch.ui.app import RunPages
 from cartridge_forge.plugins.watch.ui.served_runs import ServedRuns
 from cartridge_forge.plugins.wire.listening import listen
-from cartridge_forge.protocols.records.token_scores import encoded, encoded_top
+from cartridge_forge.protocols.records.answers import encoded, encoded_top
 from cartridge_forge.protocols.step import SampleScores
 from cartridge_forge.services.run_directory import RunDirectory
 

@@ -3,7 +3,7 @@
     forks_scenario.py deaths    kill replicas and the fork server; print what came of it as JSON
     forks_scenario.py wait      print the ids of all processes as JSON, and wait to be killed
 
-`tests/mesh/services/forkserver/test_forks.py` starts it, and judges.
+`tests/mesh/services/forkserver/test_forkserver.py` starts it, and judges.
 """
 
 from __future__ import annotations

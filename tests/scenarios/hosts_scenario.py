@@ -1,6 +1,6 @@
 """Two hosts, their links cut and restored under load; prints what happened as one JSON object.
 
-Runs in a network namespace of its own (tests/mesh/services/pool/test_hosts.py judges).
+Runs in a network namespace of its own (tests/mesh/services/pool/test_lifecycle.py judges).
 """
 
 from __future__ import annotations

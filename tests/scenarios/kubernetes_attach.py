@@ -1,7 +1,7 @@
 """Real workers as the pods of a stand-in cluster: found, attached to, and one found again after it
 was replaced at another address. Prints what answered as one JSON object.
 
-Run by tests/mesh/plugins/cluster/hosts/test_kubernetes_attach.py: the transport is of the whole
+Run by tests/mesh/plugins/cluster/hosts/test_kubernetes.py: the transport is of the whole
 process.
 """
 

@@ -1,6 +1,6 @@
 """A run over two hosts with mutual TLS, and strangers at each of its ports; prints one JSON object.
 
-Runs in a network namespace of its own (`tests/nightly/runs/test_tls.py` starts it and judges).
+Runs in a network namespace of its own (`tests/nightly/runs/test_hosts.py` starts it and judges).
 """
 
 from __future__ import annotations

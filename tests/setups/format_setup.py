@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from cartridge_forge.learning.attention import FlatAttention
 from cartridge_forge.learning.checkpoint import CARTRIDGE, Checkpoint, part_name
-from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
+from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.learning.model.loading import load_model
+from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo, made_for, read_base
 from cartridge_forge.plugins.library.formats.cartridge_file import DTYPES, CartridgeFile, Provenance
 from cartridge_forge.plugins.library.formats.convert import FORMATS
-from cartridge_forge.plugins.library.importing import add_cartridge
-from cartridge_forge.plugins.library.store import CartridgeStore
+from cartridge_forge.plugins.library.store import CartridgeStore, add_cartridge
 
 SUFFIX = {"forge": "", "hazy": ".pt", "peft": "", "tokasaurus": ""}
 ROPE = {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0}
@@ -104,3 +109,36 @@ def wards(home: Path) -> CartridgeStore:
     for name, seed in (*(("ward", seed) for seed in range(5)), ("desk", 9)):
         add_cartridge(made, name, cartridge(seed=seed), {})
     return made
+
+
+READER = Path(__file__).parents[2] / "models/clinic-reader"
+DOCUMENT = [1, *range(40, 72)]
+PROMPT = torch.tensor([[10, 700, 33, 1200, 5, 90]])
+TOKENS = 24
+
+
+@cache
+def ours() -> LanguageModel:
+    return load_model(str(READER))
+
+
+def plain() -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(READER, dtype=torch.float32)
+    return model.eval()
+
+
+@cache
+def trained() -> CartridgeFile:
+    """The first tokens of a document, pushed off what any document would give."""
+    kv = document_kv(ours(), DOCUMENT)[:, :, :, :TOKENS]
+    noise = torch.randn(kv.shape, generator=torch.Generator().manual_seed(3))
+    return made_for(CartridgeFile(kv + 0.1 * noise, 1), read_base(READER))
+
+
+@torch.no_grad()
+def our_logits(cartridge: CartridgeFile) -> torch.Tensor:
+    length = PROMPT.shape[1]
+    positions = torch.arange(cartridge.tokens, cartridge.tokens + length)
+    attention = FlatAttention([length], [1], positions, [cartridge.kv])
+    logits: torch.Tensor = ours().lm_head(ours()(PROMPT[0], positions, attention))
+    return logits[None]

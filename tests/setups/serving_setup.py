@@ -41,8 +41,8 @@ from cartridge_forge.plugins.serve.tokenization import Tokenization
 from cartridge_forge.plugins.strategies.problem import StrategyCost, StrategyResult
 from cartridge_forge.plugins.strategies.samplers.token_budget import TokenSpend
 from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.ports import TokenChunk
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef
-from cartridge_forge.protocols.streams import TokenChunk
 
 READER = Path(__file__).parents[2] / "models/clinic-reader"
 MODEL = "clinic-reader"

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from cartridge_forge.protocols.files import utc_text
-from cartridge_forge.protocols.ports import TelemetrySink
+from cartridge_forge.protocols.ports import TelemetrySink, TraceSpan
 from cartridge_forge.protocols.records.run_files import MetricRow
 from cartridge_forge.protocols.records.status import (
     PoolStatus,
@@ -19,7 +19,6 @@ from cartridge_forge.protocols.records.status import (
     ReplicaStatus,
     RunStatus,
 )
-from cartridge_forge.protocols.streams import TraceSpan
 
 STEPS = 4
 SECONDS = {"rollout": 0.2, "score": 0.1, "train": 0.3, "publish": 0.02, "orchestration": 0.03}

@@ -16,21 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from posixpath import basename
 
-from cartridge_forge.plugins.cluster.manifests.devices import GB, process_bytes
-from cartridge_forge.plugins.cluster.manifests.kustomization import Tree, text
-from cartridge_forge.plugins.cluster.manifests.mesh import CONTROL_KEYS, CONTROL_SECRET, PEM_KEYS
-from cartridge_forge.plugins.cluster.manifests.model_volume import MOUNT, TOKEN
-from cartridge_forge.plugins.cluster.manifests.objects import DOMAIN, GPU, IMAGE, SECRETS, Object
-from cartridge_forge.plugins.cluster.manifests.overlays import build, targets
-from cartridge_forge.plugins.cluster.manifests.placement import (
+from cartridge_forge.plugins.cluster.manifests.devices import (
+    GB,
     GROUP,
     GROUP_COUNT,
     GROUP_ROLE,
     GROUP_SERVES,
     QUEUE,
+    process_bytes,
 )
+from cartridge_forge.plugins.cluster.manifests.kustomization import Tree, text
+from cartridge_forge.plugins.cluster.manifests.mesh import CONTROL_KEYS, CONTROL_SECRET, PEM_KEYS
+from cartridge_forge.plugins.cluster.manifests.objects import DOMAIN, GPU, IMAGE, SECRETS, Object
+from cartridge_forge.plugins.cluster.manifests.overlays import build, targets
 from cartridge_forge.plugins.cluster.manifests.sizing import GIB, ModelSize, runs_bytes
 from cartridge_forge.plugins.cluster.manifests.values import KEDA_API
+from cartridge_forge.plugins.cluster.manifests.volumes import MOUNT, TOKEN
 from cartridge_forge.plugins.cluster.spec import DeploymentSpec
 from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.protocols.spec.mesh import MODEL_ROLES, RunSpec

@@ -1,10 +1,14 @@
-"""Add up what stands on each GPU of a host (`gpus` of the mesh file), and size vLLM's share."""
+"""Add up what stands on each GPU of a host (`gpus` of the mesh file), and size vLLM's share.
+
+Pods are placed near each other, a role's pods on different nodes, all admitted together.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cartridge_forge.plugins.cluster.manifests.objects import Object, Scope
 from cartridge_forge.plugins.cluster.manifests.sizing import ModelSize, known_size, role_needs
 from cartridge_forge.plugins.cluster.spec import ClusterHosts
 from cartridge_forge.protocols.spec.mesh import HostsSpec, RunSpec
@@ -56,7 +60,7 @@ def gpu_hosts(hosts: HostsSpec) -> int:
 
 def _crowding(host: Sequence[Sequence[object]], wanted: int) -> tuple[bool, int]:
     """Return what a replica avoids in a host: too few free GPUs, then more of them than it needs
-    (`services.pool.placement`)."""
+    (`services.pool.process`)."""
     free = sum(not device for device in host)
     return free < wanted, free
 
@@ -81,3 +85,49 @@ def process_bytes(spec: RunSpec, name: str, size: ModelSize) -> int:
     """Return the bytes of one GPU that a process of a role holds, its libraries' included."""
     vllm = name == "generator" and spec.learn.generator.backend == "vllm"
     return role_needs(spec, name, size).held + CONTEXT_BYTES + (VLLM_BYTES if vllm else 0)
+
+
+QUEUE = "kueue.x-k8s.io/queue-name"
+GROUP = "kueue.x-k8s.io/pod-group-name"
+GROUP_COUNT = "kueue.x-k8s.io/pod-group-total-count"
+GROUP_ROLE = "kueue.x-k8s.io/role-hash"  # Kueue counts each role's pods apart
+GROUP_SERVES = "kueue.x-k8s.io/pod-group-serving"  # its pods do not end by themselves
+
+
+def together(mesh: Scope) -> Object:
+    """Return the field of a pod's spec that asks for the zone of the mesh's other pods, between
+    which tensors go. Where there is no room it is elsewhere."""
+    term = {
+        "topologyKey": "topology.kubernetes.io/zone",
+        "labelSelector": {"matchLabels": mesh.labels},
+    }
+    wish = [{"weight": 100, "podAffinityTerm": term}]
+    return {"affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": wish}}}
+
+
+def apart(role: Scope) -> Object:
+    """Return the field that spreads a role's pods over nodes, so that a node that is lost takes few
+    of them."""
+    wish = {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": role.labels},
+    }
+    return {"topologySpreadConstraints": [wish]}
+
+
+def admitted_together(pools: Sequence[Object], group: str, queue: str) -> None:
+    """Make the pods of all pools one pod group of Kueue, in place: they start once the queue has
+    room for all of them. The pools themselves, of a kind that Kueue does not know, lose its label.
+    """
+    total = sum(pool["spec"]["replicas"] for pool in pools)
+    for pool in pools:
+        pool["metadata"]["labels"].pop(QUEUE, None)
+        metadata = pool["spec"]["podTemplate"]["metadata"]
+        metadata["labels"] |= {QUEUE: queue, GROUP: group}
+        metadata["annotations"] = {
+            GROUP_COUNT: str(total),
+            GROUP_ROLE: pool["metadata"]["name"],
+            GROUP_SERVES: "true",
+        }

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from cartridge_forge.plugins.cluster.manifests.devices import GROUP_COUNT, admitted_together
 from cartridge_forge.plugins.cluster.manifests.mesh import (
     MeshFiles,
     base,
@@ -20,7 +21,6 @@ from cartridge_forge.plugins.cluster.manifests.mesh import (
     scaling,
     scope_of,
 )
-from cartridge_forge.plugins.cluster.manifests.model_volume import model_volume
 from cartridge_forge.plugins.cluster.manifests.objects import (
     GPU,
     ONE_NODE,
@@ -31,7 +31,6 @@ from cartridge_forge.plugins.cluster.manifests.objects import (
     dashed,
     mesh_name,
 )
-from cartridge_forge.plugins.cluster.manifests.placement import GROUP_COUNT, admitted_together
 from cartridge_forge.plugins.cluster.manifests.server import runs, server
 from cartridge_forge.plugins.cluster.manifests.sizing import ModelSize
 from cartridge_forge.plugins.cluster.manifests.values import (
@@ -41,6 +40,7 @@ from cartridge_forge.plugins.cluster.manifests.values import (
     require_fit,
     require_server,
 )
+from cartridge_forge.plugins.cluster.manifests.volumes import model_volume
 from cartridge_forge.plugins.cluster.spec import DeploymentSpec
 from cartridge_forge.plugins.serve.spec import ServeSpec
 from cartridge_forge.protocols.spec.mesh import MODEL_ROLES, RunSpec

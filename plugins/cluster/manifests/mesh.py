@@ -14,13 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from posixpath import join, normpath
 
-from cartridge_forge.plugins.cluster.manifests.model_volume import TOKEN as HUB_TOKEN
-from cartridge_forge.plugins.cluster.manifests.model_volume import (
-    ModelVolume,
-    filling,
-    model_volume,
-    waiting,
-)
+from cartridge_forge.plugins.cluster.manifests.devices import apart, together
 from cartridge_forge.plugins.cluster.manifests.objects import (
     HELLO_PORT,
     HOME,
@@ -37,17 +31,21 @@ from cartridge_forge.plugins.cluster.manifests.objects import (
     settings,
     tcp,
 )
-from cartridge_forge.plugins.cluster.manifests.placement import apart, together
-from cartridge_forge.plugins.cluster.manifests.run_volume import (
-    runs_claim,
-    runs_volume,
-    store_secret,
-    with_store,
-)
 from cartridge_forge.plugins.cluster.manifests.sizing import (
     ModelSize,
     controller_resources,
     pod_resources,
+)
+from cartridge_forge.plugins.cluster.manifests.volumes import TOKEN as HUB_TOKEN
+from cartridge_forge.plugins.cluster.manifests.volumes import (
+    ModelVolume,
+    filling,
+    model_volume,
+    runs_claim,
+    runs_volume,
+    store_secret,
+    waiting,
+    with_store,
 )
 from cartridge_forge.plugins.cluster.spec import DeploymentSpec
 from cartridge_forge.plugins.replay.spec import ReplayLearn

@@ -6,7 +6,6 @@ Servers share only the cartridge library; pods are added by the depth of their q
 from __future__ import annotations
 
 from cartridge_forge.plugins.cluster.manifests.mesh import MeshFiles
-from cartridge_forge.plugins.cluster.manifests.model_volume import ModelVolume
 from cartridge_forge.plugins.cluster.manifests.objects import (
     HOME,
     Object,
@@ -20,6 +19,7 @@ from cartridge_forge.plugins.cluster.manifests.objects import (
     settings,
     tcp,
 )
+from cartridge_forge.plugins.cluster.manifests.volumes import ModelVolume
 from cartridge_forge.plugins.serve.spec import ServeSpec
 from cartridge_forge.protocols.errors import SpecError
 

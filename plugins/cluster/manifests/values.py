@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cartridge_forge.plugins.cluster.manifests.devices import GB, process_bytes
+from cartridge_forge.plugins.cluster.manifests.devices import GB, QUEUE, process_bytes
 from cartridge_forge.plugins.cluster.manifests.objects import GPU, IMAGE, Object, Scope
-from cartridge_forge.plugins.cluster.manifests.placement import QUEUE
 from cartridge_forge.plugins.cluster.manifests.sizing import GIB, ModelSize, runs_bytes
 from cartridge_forge.plugins.cluster.spec import DeploymentSpec, GpuClassSpec
 from cartridge_forge.plugins.rsa.spec import RsaLearn

@@ -19,8 +19,7 @@ from typing import Any
 
 from monarch.actor import Actor, endpoint
 
-from cartridge_forge.plugins.cluster.hosts.handshake import host_and_port
-from cartridge_forge.plugins.cluster.hosts.own_address import reached_at
+from cartridge_forge.plugins.cluster.hosts.handshake import host_and_port, reached_at
 from cartridge_forge.plugins.cluster.relays.relay import AT, Relay, RelayPlace, RelayServer
 from cartridge_forge.plugins.cluster.relays.relayed import RelayedPlane
 from cartridge_forge.protocols.errors import ForgeError, PlaneError

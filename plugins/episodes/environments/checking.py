@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cartridge_forge.plugins.episodes.environments.action_parsing import BAD_ACTION
 from cartridge_forge.plugins.episodes.environments.openenv.client import (
     OpenEnvClient,
     action_schema,
 )
 from cartridge_forge.plugins.episodes.environments.opening import environment_of
 from cartridge_forge.plugins.episodes.environments.sessions import EpisodeEnvironment
-from cartridge_forge.plugins.episodes.environments.student_actions import BAD_ACTION
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.replay.actions import dense
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation, Task

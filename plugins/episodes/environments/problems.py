@@ -31,7 +31,7 @@ from cartridge_forge.plugins.sandbox.limited_process import (
     LimitedProcess,
     ProcessLimits,
 )
-from cartridge_forge.plugins.strategies.rsa.records import JudgedCandidate, RSAProblem
+from cartridge_forge.plugins.strategies.rsa.populations import JudgedCandidate, RSAProblem
 from cartridge_forge.plugins.wire.openai_chat import HarnessRequest
 from cartridge_forge.plugins.wire.openai_replies import ChatReply
 from cartridge_forge.protocols.episodes import Task

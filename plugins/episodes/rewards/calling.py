@@ -4,6 +4,9 @@ A function is given what its parameters name: see `known_names`. One with a para
 is called as TRL calls its reward functions, with lists of one. A call that takes too long is
 interrupted where it is, so that the error names the line; where that does not help, the process
 ends itself.
+
+The verifiers of this package read the last text of an episode: its answer, a pattern or a JSON
+schema. Each gives 1 or 0; None where the episode's row has no answer to compare with.
 """
 
 from __future__ import annotations
@@ -12,20 +15,72 @@ import asyncio
 import faulthandler
 import importlib
 import inspect
+import json
 import math
 import os
+import re
 import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from cartridge_forge.plugins.episodes.rewards.verifiers import verifier_of
+from cartridge_forge.plugins.strategies.answers.extract import Form, extract, same_answer
 from cartridge_forge.protocols.errors import DataError
+
+SCHEMA_REMEDY = "run `pip install -e '.[rewards]'`"
+Verify = Callable[[str, Any], float | None]  # of the last text and the row's answer
+
+
+def verifier_of(name: str, options: Mapping[str, Any]) -> Verify:
+    """Return the verifier of a spec's reward. Raises DataError for a schema that is none, and where
+    jsonschema is not installed."""
+    if name == "regex":
+        return partial(_found, re.compile(options["pattern"], re.DOTALL))
+    if name == "json_schema":
+        return partial(_fits, _validator(options["json_schema"]))
+    usual: dict[str, Form] = {"exact": "general", "math": "math"}
+    form: Form = options["form"] or usual[name]
+    return partial(_equal, form, "math" if name == "math" else form)
+
+
+def _equal(form: Form, compared: Form, text: str, answer: Any) -> float | None:
+    if answer is None:
+        return None
+    answer_given = extract(text, form)
+    return float(
+        answer_given is not None and same_answer(answer_given, str(answer).strip(), compared)
+    )
+
+
+def _found(pattern: re.Pattern[str], text: str, answer: Any) -> float:
+    return float(pattern.search(text) is not None)
+
+
+def _validator(schema: Mapping[str, Any]) -> Any:
+    try:
+        from jsonschema import exceptions, validators
+    except ImportError:
+        raise DataError(f"json_schema needs jsonschema; {SCHEMA_REMEDY}") from None
+    kind = validators.validator_for(schema)
+    try:
+        kind.check_schema(schema)
+    except exceptions.SchemaError as error:
+        raise DataError(f"json_schema is no JSON schema: {error.message}; correct it") from None
+    return kind(schema)
+
+
+def _fits(validator: Any, text: str, answer: Any) -> float:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return 0.0
+    return float(validator.is_valid(value))
+
 
 GRACE_S = 2.0  # from the interrupt of a call to the end of its process
 LONGEST = 300  # characters of an error

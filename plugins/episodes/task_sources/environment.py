@@ -1,17 +1,21 @@
-"""Give the tasks of the user's environments; each environment has a cartridge of its own."""
+"""Give the tasks of the user's environments, each with a cartridge of its own, and cases at
+generated clinic desks, whose document is the desk's handbook.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cartridge_forge.plugins.episodes.environments.action_parsing import JSON
+from cartridge_forge.plugins.clinic.desk import HINTS, draw_desk
+from cartridge_forge.plugins.episodes.environments.action_parsing import DESK, JSON
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
-from cartridge_forge.plugins.episodes.task_sources.primer import PRIMER_TEXT
+from cartridge_forge.plugins.episodes.task_sources.base import PRIMER_TEXT
 from cartridge_forge.protocols.episodes import Task
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import stream_seed
+from cartridge_forge.protocols.teacher_replay import ToolAction
 
 MOST_TURNS = 1000  # of the cycle in which environments take turns
 SEEDS = 1 << 30  # twice as many fit any integer type of an environment
@@ -84,3 +88,39 @@ def turns_by_weight(weights: Mapping[str, float]) -> list[str]:
         credit[best] -= 1.0
         order.append(best)
     return order + [name for name in weights if name not in order]
+
+
+class DeskTasks:
+    """Draw cases; desks take turns. Every case draws its note and value anew, so that held-out
+    cases need no numbers of their own."""
+
+    dialect = DESK
+    hints: Mapping[str, str] = HINTS
+    exams: int | None = None
+
+    def __init__(self, spec: EpisodesLearn) -> None:
+        assert spec.episodes is not None
+        assert spec.data.facts is not None
+        self._seed, self._fields, self._episodes = spec.data.seed, spec.data.facts, spec.episodes
+        desks = [draw_desk(self._seed, i, self._fields) for i in range(1, spec.data.patients + 1)]
+        self.order: Sequence[str] = [desk.id for desk in desks]
+        self.texts: Mapping[str, str] = {desk.id: desk.document for desk in desks}
+
+    def task(self, name: str, turn: int, stream: str, held_out: bool) -> Task:
+        number = turn % len(self.order)
+        arguments = {
+            "desk_seed": self._seed,
+            "desk": number + 1,
+            "fields": self._fields,
+            "seed": stream_seed(stream),
+            "max_turns": self._episodes.max_turns,
+            "cases": self._episodes.cases,
+        }
+        return Task(name, self.order[number], arguments)
+
+    def answer(self, text: str) -> str | None:
+        call = DESK.parse(text)
+        value = None
+        if isinstance(call, ToolAction) and call.tool == "answer":
+            value = call.arguments.get("value")
+        return None if value is None else str(value)

@@ -30,7 +30,7 @@ def open_tasks(learn: EpisodesLearn, tokenizer: Any, directory: RunDirectory | N
         require_lengths(learn, tasks.texts, tokenizer)
         return tasks
     if learn.data.source == "desk":
-        from cartridge_forge.plugins.episodes.task_sources.desk import DeskTasks
+        from cartridge_forge.plugins.episodes.task_sources.environment import DeskTasks
 
         return DeskTasks(learn)
     from cartridge_forge.plugins.episodes.task_sources.environment import EnvironmentTasks

@@ -27,8 +27,8 @@ from cartridge_forge.learning.stopping import Decode
 from cartridge_forge.learning.verified.decode import VerifiedBatch, VerifiedRow, check_draft
 from cartridge_forge.plugins.grammar.grammar import Grammars
 from cartridge_forge.protocols.errors import DataError, PublishError
+from cartridge_forge.protocols.ports import TokenChunk
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef, require_ids
-from cartridge_forge.protocols.streams import TokenChunk
 
 Document = Callable[[str], Tensor]
 

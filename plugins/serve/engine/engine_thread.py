@@ -29,8 +29,8 @@ from torch import Tensor
 from cartridge_forge.learning.cartridge import CartridgeId, VersionLedger
 from cartridge_forge.plugins.serve.engine.engine import PassError
 from cartridge_forge.protocols.errors import EngineDied, ForgeError, PublishError
+from cartridge_forge.protocols.ports import EngineReport, TokenChunk, refused
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef
-from cartridge_forge.protocols.streams import EngineReport, TokenChunk, refused
 
 log = logging.getLogger("forge.engine")
 Told = Callable[[Sequence[TokenChunk]], None]  # with what a step added to requests

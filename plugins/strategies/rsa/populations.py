@@ -7,25 +7,80 @@ metrics    mean_accuracy   share of a population that scores 1 or more
            majority_vote   1 if the most frequent answer scores 1 or more
            pass_at_n       1 if any candidate does
 reward     metric of the last population + greedy_weight * mean score of all T * M * N
+
+The aggregator judges population t - 1 and makes the prompts of population t. An AggregationInput is
+the complete state of a run between two populations, so any aggregator can continue it and one that
+dies loses nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any
 
 from cartridge_forge.plugins.strategies.answers.extract import Form
 from cartridge_forge.plugins.strategies.answers.votes import AnswerVote, tally
 from cartridge_forge.plugins.strategies.rsa.islands import Parents, RSAShape, draw_parents
 from cartridge_forge.plugins.strategies.rsa.prompts import aggregation_prompt, opening_prompt
-from cartridge_forge.plugins.strategies.rsa.records import (
-    AggregationInput,
-    JudgedCandidate,
-    JudgedPopulation,
-    RSAProblem,
-)
 from cartridge_forge.protocols.errors import DataError
+
+
+@dataclass(frozen=True)
+class RSAProblem:
+    """Describe the problem of a run: `RSAProblem("patient_01/7", "patient_01", "what is the sodium?
+    options: a) 41 mmol b) ...", {"options": ("41 mmol", ...), "correct": "41 mmol"})`.
+
+    `document` names the document whose cartridge is the prefix. `facts` are what answers are judged
+    by and depend on the kind of problem: those of a taskset hold the problem's index, {"index": 7}.
+    """
+
+    id: str
+    document: str
+    question: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AggregationInput:
+    """Hold the run `name` before population `step`; `texts` are population step - 1, if any.
+
+    `stream` names the random stream that draws the parents. At `step` T the last population is
+    judged and no prompt follows.
+    """
+
+    name: str
+    stream: str
+    problem: RSAProblem
+    step: int
+    texts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class JudgedCandidate:
+    """Hold a text's answer, None where it gives none, and its score, 1 or more where the answer is
+    right. A text that could not be judged has score None and an `error` ("environment_died: ...").
+    """
+
+    answer: str | None
+    score: float | None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class JudgedPopulation:
+    """Carry the reply to an AggregationInput: `candidates` has one for each of its texts.
+
+    `chosen` is the index of a candidate with the most frequent answer, None where no answer was
+    given. `prompts` are those of population `step`, each with its `parents` among the texts.
+    """
+
+    candidates: tuple[JudgedCandidate, ...] = ()
+    chosen: int | None = None
+    prompts: tuple[str, ...] = ()
+    parents: tuple[tuple[int, ...], ...] = ()
+
 
 Judge = Callable[[RSAProblem, Sequence[str]], Awaitable[Sequence[JudgedCandidate]]]
 METRICS = ("mean_accuracy", "majority_vote", "pass_at_n")

@@ -31,14 +31,14 @@ def cartridges(view: RunView, checkpoint: str) -> dict[str, Any]:
     return page | {
         "shown": chosen.name,
         "document_tokens": (results.get("compression") or {}).get("document_tokens"),
-        "cartridges": _described(chosen, _mark(chosen), trained),
+        "cartridges": _described(chosen, chosen.stat().st_mtime, trained),
     }
 
 
 def difference(view: RunView, name: str, a: str, b: str) -> dict[str, Any]:
     """Return how far a cartridge's numbers in checkpoint `b` are from those in `a`, layer by layer.
     Raises DataError for a cartridge or a checkpoint that is not there."""
-    from cartridge_forge.plugins.library.formats.diff import changes
+    from cartridge_forge.plugins.library.formats.convert import changes
     from cartridge_forge.plugins.library.formats.run_checkpoint import read_all
 
     read = [read_all(_path(view, one), [name])[name] for one in (a, b)]
@@ -51,7 +51,7 @@ def _described(checkpoint: Path, mark: float, dtype: str) -> list[Mapping[str, A
     the published cartridge, in the model's dtype."""
     import torch
 
-    from cartridge_forge.plugins.library.formats.diff import norms
+    from cartridge_forge.plugins.library.formats.convert import norms
     from cartridge_forge.plugins.library.formats.run_checkpoint import read_all
 
     size = getattr(torch, dtype).itemsize
@@ -63,10 +63,6 @@ def _described(checkpoint: Path, mark: float, dtype: str) -> list[Mapping[str, A
         }
         for name, one in read_all(checkpoint).items()
     ]  # fmt: skip
-
-
-def _mark(checkpoint: Path) -> float:
-    return checkpoint.stat().st_mtime
 
 
 def _path(view: RunView, name: str) -> Path:

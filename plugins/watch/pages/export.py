@@ -16,8 +16,7 @@ from typing import Any
 from cartridge_forge.plugins.watch.pages import cartridges_page, mesh_page, rollouts_page, run_page
 from cartridge_forge.plugins.watch.pages.run_view import SOURCES, RunView
 from cartridge_forge.plugins.watch.report.page import sections_of
-from cartridge_forge.plugins.watch.report.palette import STATIC
-from cartridge_forge.plugins.watch.report.template import render
+from cartridge_forge.plugins.watch.report.template import STATIC, render
 from cartridge_forge.protocols.errors import ForgeError
 from cartridge_forge.protocols.files import write_atomically
 

@@ -8,14 +8,15 @@ from dataclasses import asdict
 from typing import Any
 
 from cartridge_forge.plugins.statistics.intervals import wilson_interval
+from cartridge_forge.plugins.watch.pages.row_index import FollowedRows
 from cartridge_forge.plugins.watch.pages.run_view import RunView
-from cartridge_forge.plugins.watch.pages.tail import FollowedRows
 from cartridge_forge.plugins.watch.pages.timeline import stages
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.services.run_directory import outcome
 
 FIRST_ROWS = 2000  # of a curve at first; of more, every k-th
 MOST_DOCUMENTS = 200  # of the table by document
+POPULATION = "rsa/accuracy_"  # key prefix in a row's episodes, before the population's number
 NOISE = ("step", "publish")  # events that the curves show
 
 
@@ -93,7 +94,14 @@ def curves(view: RunView, generation: int, since: int) -> dict[str, Any]:
             name: {key: facts.get(key) for key in ("value", "share", "grad_norm", "weight")}
             for name, facts in row.get("channels", {}).items()
         }
-        curve_row["reward"] = row.get("episodes", {}).get("reward")
+        curve_row["cosines"] = row.get("cosines") or None
+        episodes = row.get("episodes") or {}
+        curve_row["reward"] = episodes.get("reward")
+        curve_row["populations"] = {
+            name.removeprefix(POPULATION): value
+            for name, value in episodes.items()
+            if name.startswith(POPULATION)
+        }
         curve_row["accepted"] = row.get("verified", {}).get("share")
         if row.get("accuracy") is not None:
             curve_row["ci95"] = probe_interval(row["accuracy"], questions)

@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from cartridge_forge.learning.stopping import TokenText
-from cartridge_forge.plugins.watch.pages.row_index import KeyedRows, RowFacts, RowIndex
-from cartridge_forge.plugins.watch.pages.tail import FollowedRows
+from cartridge_forge.plugins.watch.pages.row_index import (
+    FollowedRows,
+    KeyedRows,
+    RowFacts,
+    RowIndex,
+)
 from cartridge_forge.protocols.errors import ForgeError
-from cartridge_forge.protocols.records.token_scores import Likely, decoded, decoded_top
+from cartridge_forge.protocols.records.answers import Likely, decoded, decoded_top
 from cartridge_forge.protocols.spec.loading import load_resolved
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.services.run_directory import RunDirectory, outcome

@@ -1,81 +1,53 @@
-"""Report the loss channels of a run with episodes, from metrics.jsonl.
+"""Report the loss channels of a run with episodes, from metrics.jsonl and results.json.
 
-    rewards    mean reward and the errors that turns met, by step
-    channels   each channel's loss, the cosines of their gradients, and the last numbers
+    rewards       mean reward and the errors that turns met
+    channels      the last step's losses, and the cosines of their gradients
+    aggregation   the accuracy of each population of recursive self-aggregation, and the gain
 
-A run without episodes has neither section.
+A run without episodes has none of them. The page Run draws the same over the steps.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 from cartridge_forge.plugins.statistics.formatting import TableSection
-from cartridge_forge.plugins.watch.console import number
-from cartridge_forge.plugins.watch.report.plots import (
-    LINES,
-    PAINT,
-    Plot,
-    by_arm,
-    curve,
-    hue,
-    share_axes,
-)
+from cartridge_forge.plugins.watch.console import number, percent
 from cartridge_forge.plugins.watch.report.template import Block, Row
-from cartridge_forge.protocols.records.run_files import TRAINED_ARMS
+from cartridge_forge.protocols.records.run_files import ARMS, TRAINED_ARMS
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-WINDOW = 10  # steps of a trailing mean at most, and a quarter of the run's at most
 ERROR = "error/"  # key prefix in a row's episodes: turns that met that kind
 BALANCE = ("coefficient", "share")  # of a channel whose gradient is balanced with the others'
 # Keys of a channel that have columns; its other keys are facts.
 OWN_COLUMNS = ("weight", "value", "count", "grad_norm", "mean_grad_norm", *BALANCE)
-PANEL = 1.3  # inches that one row of small multiples is high
 HEADS = ("channel", "weight", "value", "denominator", "facts")
 
 
 def rewards(metrics: Sequence[Row]) -> list[Block]:
-    """Return plots of rewards and errors; nothing without episodes."""
+    """Return mean rewards and errors in words; nothing without episodes."""
     rows = [row for row in metrics if row.get("episodes")]
     if not rows:
         return []
-    plots = []
-    if any("reward" in row["episodes"] for row in rows):
-        title = "Mean reward of a step's episodes"
-        plots.append(Plot(title, _reward_note(rows), partial(_draw_rewards, rows=rows)))
+    lines = [
+        f"mean reward of a step's episodes, {arm}: {note}" for arm, note in _reward_notes(rows)
+    ]
     if met := _errors(rows):
-        draw = partial(_draw_errors, rows=rows, kinds=[kind for kind, _ in met])
         turns = sum(row["episodes"]["turns"] for row in rows)
-        note = "; ".join(f"{kind}: {n:,} of {turns:,} turns" for kind, n in met)
-        plots.append(Plot("Turns that met an error", f"{note}.", draw))
-    if plots:
-        return [("plots", plots)]
+        notes = "; ".join(f"{kind}: {n:,} of {turns:,} turns" for kind, n in met)
+        lines.append(f"turns that met an error: {notes}")
+    if lines:
+        return [("list", lines)]
     # Every environment failed before its first observation.
     episodes = sum(row["episodes"]["count"] for row in rows)
     return [("text", f"None of {episodes:,} episodes could be judged.")]
 
 
 def channels(metrics: Sequence[Row]) -> list[Block]:
-    """Return plots of every channel over the steps, and tables of the last step."""
+    """Return tables of each arm's last step; nothing without channels. The page Run draws them."""
     rows = [row for row in metrics if row.get("channels")]
-    if not rows:
-        return []
-    names = _names(row["channels"] for row in rows)
-    title = "Value of each channel"
-    note = "Each over its own denominator, before its weight; where that is 0, nothing is drawn."
-    draw = partial(_draw_panels, rows=rows, names=names, value=_value)
-    plots = [Plot(title, note, draw, _height(names))]
-    if pairs := _names(row.get("cosines") or {} for row in rows):
-        title = "Cosines between the channels' gradients"
-        note = "Below 0 two channels pull against each other."
-        draw = partial(_draw_panels, rows=rows, names=pairs, value=_cosine, signed=True)
-        plots.append(Plot(title, note, draw, _height(pairs)))
-    return [("plots", plots), *_tables(rows, names)]
+    names = list(dict.fromkeys(name for row in rows for name in row["channels"]))
+    return list(_tables(rows, names))
 
 
 def _tables(rows: Sequence[Row], names: Sequence[str]) -> Iterable[Block]:
@@ -129,11 +101,6 @@ def _gradients(arm: str, row: Row) -> TableSection:
     return TableSection(f"Gradients of {arm}, step {row['step']}", heads, tuple(lines))
 
 
-def _names(mappings: Iterable[Row]) -> list[str]:
-    """Return all keys, in the order of their first occurrence."""
-    return list(dict.fromkeys(name for mapping in mappings for name in mapping))
-
-
 def _errors(rows: Sequence[Row]) -> list[tuple[str, int]]:
     """Return the kinds of error with the turns that met them, the most frequent first."""
     met: Counter[str] = Counter()
@@ -143,75 +110,45 @@ def _errors(rows: Sequence[Row]) -> list[tuple[str, int]]:
     return sorted(met.items(), key=lambda item: (-item[1], item[0]))
 
 
-def _reward(row: Row) -> float | None:
-    return row["episodes"].get("reward")
-
-
-def _reward_note(rows: Sequence[Row]) -> str:
-    notes = []
-    for arm, points in by_arm(rows, _reward).items():
+def _reward_notes(rows: Sequence[Row]) -> Iterable[tuple[str, str]]:
+    """Yield each arm that has rewards, with the first and the last, and its episodes."""
+    for arm in TRAINED_ARMS:
         of_arm = [row["episodes"] for row in rows if row["arm"] == arm]
-        count, errored = (sum(e[key] for e in of_arm) for key in ("count", "errored"))
-        notes.append(
-            f"{arm}: {points[0][1]:.3f} to {points[-1][1]:.3f} in {len(of_arm)} steps, "
-            f"{count:,} episodes, of which {errored:,} errored"
+        points = [e["reward"] for e in of_arm if e.get("reward") is not None]
+        if points:
+            count, errored = (sum(e[key] for e in of_arm) for key in ("count", "errored"))
+            ends = f"{points[0]:.3f} to {points[-1]:.3f} in {len(of_arm)} steps"
+            yield arm, f"{ends}, {count:,} episodes, of which {errored:,} errored"
+
+
+def aggregation(results: Row) -> list[Block]:
+    """Return accuracy by population and the gain of training; nothing without populations."""
+    arms = results.get("arms") or {}
+    populations_of = {
+        arm: arms[arm]["populations"] for arm in ARMS if (arms.get(arm) or {}).get("populations")
+    }
+    blocks: list[Block] = []
+    if populations_of:
+        steps = max(len(populations["accuracy"]) for populations in populations_of.values())
+        heads = ("arm", *(f"population {t}" for t in range(steps)), "majority", "pass at n")
+        lines = tuple(
+            (arm, *map(percent, [*p["accuracy"], p["majority_vote"], p["pass_at_n"]]))
+            for arm, p in populations_of.items()
         )
-    return "; ".join(notes) + "."
+        name = "Accuracy of each population on held-out problems"
+        blocks += [("soft", f"{name}."), ("table", TableSection(name, heads, lines))]
+    if gain := results.get("aggregation"):
+        blocks.append(("text", _gain_text(gain)))
+    return blocks
 
 
-def _error_share(row: Row, kind: str) -> float:
-    return row["episodes"].get(ERROR + kind, 0) / row["episodes"]["turns"]
-
-
-def _draw_rewards(figure: Figure, rows: Sequence[Row]) -> None:
-    axes = figure.add_subplot(xlabel="step", ylabel="reward")
-    for arm, points in by_arm(rows, _reward).items():
-        curve(axes, arm, points, min(WINDOW, len(points) // 4), color=PAINT[arm])
-    axes.legend()
-
-
-def _draw_errors(figure: Figure, rows: Sequence[Row], kinds: Sequence[str]) -> None:
-    axes = share_axes(figure, xlabel="step")
-    counted = [row for row in rows if row["episodes"]["turns"]]
-    for index, kind in enumerate(kinds):
-        for arm, points in by_arm(counted, partial(_error_share, kind=kind)).items():
-            label = kind if arm == rows[0]["arm"] else None
-            curve(axes, label, points, 1, color=hue(index), linestyle=LINES[arm])
-    axes.set_ylim(bottom=0)
-    axes.legend()
-
-
-def _height(panels: Sequence[str]) -> float:
-    return 0.4 + PANEL * ((len(panels) + 1) // 2)
-
-
-def _value(row: Row, name: str) -> float | None:
-    """Return a channel's value in a step; None for an empty denominator."""
-    facts = row["channels"].get(name)
-    return facts["value"] if facts and facts["count"] else None
-
-
-def _cosine(row: Row, name: str) -> float | None:
-    return (row.get("cosines") or {}).get(name)
-
-
-def _draw_panels(
-    figure: Figure,
-    rows: Sequence[Row],
-    names: Sequence[str],
-    value: Callable[..., float | None],
-    signed: bool = False,
-) -> None:
-    """Draw small multiples over the same steps, coloured by panel, or with `signed` by arm."""
-    steps = [row["step"] for row in rows]
-    for index, name in enumerate(names):
-        title = name.replace("/", ", ")
-        axes = figure.add_subplot((len(names) + 1) // 2, 2, index + 1, title=title)
-        if signed:
-            axes.set_ylim(-1.05, 1.05)
-            axes.axhline(0, color=PAINT["soft"], linewidth=0.8)
-        for arm, points in by_arm(rows, partial(value, name=name)).items():
-            color, line = (PAINT[arm], "-") if signed else (hue(index), LINES[arm])
-            axes.plot(*zip(*points, strict=True), color=color, ls=line, marker="o", markersize=2)
-        axes.set_xlim(min(steps) - 0.5, max(steps) + 0.5)  # room for the marks
-    figure.supxlabel("step", fontsize=9)
+def _gain_text(gain: Row) -> str:
+    """Return the gain of training, in points of accuracy."""
+    last, first, aggregation = (
+        f"{100 * gain[key]:+.1f}" for key in ("last", "first", "aggregation")
+    )
+    share = "" if gain["share"] is None else f", {percent(gain['share'])} of it"
+    return (
+        f"Training moved the last population by {last} points of accuracy, and the first by "
+        f"{first}: aggregation's part is {aggregation} points{share}."
+    )

@@ -7,11 +7,10 @@ be made at any time, also for a run that failed or is still running.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.plugins.statistics.gold import side_by_side
@@ -26,36 +25,29 @@ from cartridge_forge.plugins.watch.console import (
     routing_text,
     summary,
 )
-from cartridge_forge.plugins.watch.report.channels import channels, rewards
+from cartridge_forge.plugins.watch.report.channels import aggregation, channels, rewards
 from cartridge_forge.plugins.watch.report.documents import documents
 from cartridge_forge.plugins.watch.report.episodes import MonitorCounts, episode, monitors
 from cartridge_forge.plugins.watch.report.evaluation import evaluation
 from cartridge_forge.plugins.watch.report.frontier import frontier
-from cartridge_forge.plugins.watch.report.plots import (
-    LINES,
-    PAINT,
-    Curves,
-    Plot,
-    as_percent,
-    by_arm,
-    curve,
-    share_axes,
-)
-from cartridge_forge.plugins.watch.report.rsa import aggregation
 from cartridge_forge.plugins.watch.report.template import Block, Row, shortened
 from cartridge_forge.plugins.watch.report.votes import teachers
 from cartridge_forge.protocols.files import iter_rows
-from cartridge_forge.protocols.records.run_files import ARMS, PHASES, TRAINED_ARMS, WITHIN
+from cartridge_forge.protocols.records.run_files import PHASES, TRAINED_ARMS, WITHIN
 from cartridge_forge.services.run_directory import RunDirectory, outcome
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Means = dict[str, dict[str, float]]  # arm -> phase -> seconds
 
-GOAL = 0.10  # the most of a step that orchestration should take
+TRAINING = (
+    "KL per token to the teacher, in nats, and the accuracy of validations: of the first step and "
+    "of the last. Seconds are means of a step; orchestration should take 10% of one at most. The "
+    "page Run draws the curves."
+)
+TRAINING_HEADS = (
+    "arm", "steps", "KL, first", "last", "validation, first", "last", *PHASES, "step",
+    "orchestration",
+)  # fmt: skip
 SAMPLES = 2  # rollouts and episodes shown of the first step and of the last
-DASHES = {"none": ":", "document": "-.", "untrained": ":", "offline": "--", "on_policy": "--"}
 QUESTIONS = (
     "Held-out questions, decoded greedily and sampled. An answer that names no option is unparsed "
     "and counts as wrong."
@@ -97,9 +89,9 @@ def sections_of(run_path: Path) -> RunSections:
         "Arms": _arms(arms, _note(arms, counts)),
         "Start": start(run.start),
         "Right answers": gold(results.get("gold"), iter_rows(run.answers)),
-        "Training": _training(metrics, phase_means(events), arms),
+        "Training": _training(metrics, phase_means(events)),
         "Rewards": rewards(metrics),
-        "Aggregation": aggregation(metrics, results),
+        "Aggregation": aggregation(results),
         "Channels": channels(metrics),
         "Teachers' votes": teachers(iter_rows(run.votes), iter_rows(run.ledger), metrics),
         "Monitors": monitors(counts),
@@ -170,73 +162,28 @@ def _arms(arms: Row, note: str) -> list[Block]:
     return blocks
 
 
-def _training(metrics: list[Row], means: Means, arms: Row) -> list[Block]:
-    plots = []
-    if kl := by_arm(metrics, lambda row: row["kl"]):
-        ends = (f"{a}: {p[0][1]:.3f} to {p[-1][1]:.3f} in {len(p)} steps" for a, p in kl.items())
-        title, note = "KL to the document teacher, per token", f"{'; '.join(ends)}."
-        plots.append(Plot(title, note, partial(_draw_kl, kl=kl)))
-    if probes := by_arm(metrics, lambda row: row.get("accuracy")):
-        note = (
-            "Probe questions while training" + bool(arms) * "; lines are the arms' final accuracy"
-        )
-        draw = partial(_draw_accuracy, probes=probes, arms=arms)
-        plots.append(Plot("Accuracy over steps", f"{note}.", draw))
-    if means:
-        shares = ", ".join(f"{arm} {percent(_share(phases))}" for arm, phases in means.items())
-        note = f"Means. Orchestration: {shares}; the goal is {GOAL:.0%} of a step at most."
-        plots.append(Plot("Seconds per step", note, partial(_draw_phases, means=means)))
-    return [("plots", plots) if plots else ("text", "No step was recorded.")]
-
-
-def _share(phases: dict[str, float]) -> float:
-    return phases["orchestration"] / phases["step"] if phases["step"] else 0.0
-
-
-def _draw_kl(figure: Figure, kl: Curves) -> None:
-    axes = figure.add_subplot(xlabel="step", ylabel="nats per token")
-    for arm, points in kl.items():
-        style = {"color": PAINT[arm], "linestyle": LINES[arm]}
-        curve(axes, arm, points, len(points) // 20, **style)
-    axes.set_ylim(bottom=0)
-    axes.legend()
-
-
-def _draw_accuracy(figure: Figure, probes: Curves, arms: Row) -> None:
-    axes = share_axes(figure, xlabel="step", ylim=(0, 1.03))
-    for arm, points in probes.items():
-        marker = "o" if arm == "on_policy" else "s"
-        x, y = zip(*points, strict=True)
-        axes.plot(x, y, color=PAINT[arm], marker=marker, markersize=3, label=arm)
-    if not arms:  # otherwise the levels name the colours
-        axes.legend()
-    height = 0.0
-    for level, arm in sorted((arms[arm]["accuracy"], arm) for arm in ARMS if arm in arms):
-        axes.axhline(level, color=PAINT[arm], linestyle=DASHES[arm], linewidth=1)
-        height = max(level, height)  # labels that would touch are moved up
-        right_edge, label = axes.get_yaxis_transform(), f"{arm} {level:.0%}"
-        axes.text(1.02, height, label, transform=right_edge, va="center", color=PAINT[arm])
-        height += 0.065
-
-
-def _draw_phases(figure: Figure, means: Means) -> None:
-    bars, share = figure.subplots(2, 1, height_ratios=(3, 2))
-    arms = [arm for arm in TRAINED_ARMS if arm in means][::-1]  # the first arm on top
-    offsets = [0.0] * len(arms)
-    for phase in PHASES:
-        widths = [means[arm][phase] for arm in arms]
-        bars.barh(arms, widths, left=offsets, color=PAINT[phase], label=phase, height=0.55)
-        offsets = [a + b for a, b in zip(offsets, widths, strict=True)]
-    bars.set_xlabel("seconds")
-    bars.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1), fontsize=8, handlelength=1)
-    shares = [_share(means[arm]) for arm in arms]
-    share.barh(arms, shares, color=PAINT["orchestration"], height=0.45)
-    share.axvline(GOAL, color=PAINT["ink"], linestyle="--", linewidth=1)
-    share.set_xlim(0, max(1.5 * GOAL, 1.1 * max(shares, default=0.0)))
-    as_percent(share.xaxis)
-    share.set_xlabel(f"orchestration's share of a step (goal: at most {GOAL:.0%})")
-    for axes in (bars, share):
-        axes.grid(visible=False, axis="y")
+def _training(metrics: Sequence[Row], means: Means) -> list[Block]:
+    """Return the table of the trained arms: KL and validations at both ends, and seconds."""
+    lines = []
+    for arm in TRAINED_ARMS:
+        rows = [row for row in metrics if row["arm"] == arm]
+        if not rows and arm not in means:
+            continue
+        kl = [row["kl"] for row in rows if row["kl"] is not None] or [None]
+        validations = [row["accuracy"] for row in rows if row.get("accuracy") is not None] or [None]
+        seconds = means.get(arm, {})
+        share = seconds["orchestration"] / seconds["step"] if seconds.get("step") else None
+        lines.append(
+            (
+                arm, f"{len(rows):,}", *(number(kl[end], ".3f") for end in (0, -1)),
+                *(percent(validations[end]) for end in (0, -1)),
+                *(number(seconds.get(phase), ".2f") for phase in (*PHASES, "step")),
+                percent(share),
+            )
+        )  # fmt: skip
+    if not lines:
+        return [("text", "No step was recorded.")]
+    return [("soft", TRAINING), ("table", TableSection("Training", TRAINING_HEADS, tuple(lines)))]
 
 
 def _counters(results: Row) -> list[Block]:

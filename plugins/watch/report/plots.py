@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from cartridge_forge.plugins.watch.report.palette import COLOURS, PLOT_STYLE
-from cartridge_forge.protocols.records.run_files import TRAINED_ARMS
+from cartridge_forge.plugins.watch.report.template import COLOURS, PLOT_STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,10 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Draw = Callable[["Figure"], None]
-Points = Sequence[tuple[int, float]]  # (step, value)
-Curves = dict[str, list[tuple[int, float]]]  # arm -> its points
-
-LINES = dict(zip(TRAINED_ARMS, ("-", "--"), strict=True))  # where colour is not the arm
 
 HUES = tuple(name for name in COLOURS if name.startswith("hue"))
 MARKERS = "osD^v<>P"
@@ -121,28 +115,6 @@ def legend(axes: Axes, ncols: int) -> None:
     axes.legend(fontsize=7, ncols=ncols, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
-def by_arm(rows: Iterable[Mapping[str, Any]], value: Callable[[Any], float | None]) -> Curves:
-    """Return the (step, value) of each trained arm that has any; rows of value None are skipped."""
-    curves: Curves = {}
-    for arm in TRAINED_ARMS:
-        for row in rows:
-            if row["arm"] == arm and (y := value(row)) is not None:
-                curves.setdefault(arm, []).append((row["step"], y))
-    return curves
-
-
-def curve(axes: Axes, label: str | None, points: Points, window: int, **style: Any) -> None:
-    """Draw the points, and for a `window` of 2 or more their trailing mean in front. `style` is
-    passed to matplotlib; its colour is one of PAINT."""
-    x, y = zip(*points, strict=True)
-    if window < 2:
-        axes.plot(x, y, label=label, marker="o", markersize=3, **style)
-        return
-    axes.plot(x, y, color=style["color"], alpha=0.3, linewidth=0.7)
-    smooth = trailing(y, window)
-    axes.plot(x, smooth, label=f"{label}, mean of {window}", linewidth=1.6, **style)
-
-
 def error_bars(
     axes: Axes,
     x: Sequence[float],
@@ -154,8 +126,3 @@ def error_bars(
     below = [max(0.0, v - low) for v, (low, _) in zip(y, intervals, strict=True)]
     above = [max(0.0, high - v) for v, (_, high) in zip(y, intervals, strict=True)]
     axes.errorbar(x, y, yerr=[below, above], **style)
-
-
-def trailing(y: Sequence[float], window: int) -> list[float]:
-    """Return trailing means: `trailing([1, 3, 5], 2) == [1, 2, 4]`."""
-    return [fmean(y[max(0, i + 1 - window) : i + 1]) for i in range(len(y))]

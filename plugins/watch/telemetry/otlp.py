@@ -26,12 +26,12 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.trace import NonRecordingSpan, SpanContext, Status, StatusCode, TraceFlags
 
-from cartridge_forge.plugins.watch.telemetry.values import epoch_seconds, losses, role_of
+from cartridge_forge.plugins.watch.telemetry.hub import epoch_seconds, losses, role_of
 from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.ports import TraceSpan
 from cartridge_forge.protocols.records.run_files import MetricRow
 from cartridge_forge.protocols.records.status import RunStatus
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.run_directory import RunDirectory
 
 SERVICE = "cartridge-forge"

@@ -1,18 +1,26 @@
 """Serve a run's metrics to Prometheus from a registry of its own.
 
 Names, base units and suffixes follow Prometheus' conventions. The numbers of a step have one gauge
-and one counter, by the names of `services.telemetry.values`: a new number needs nothing here. Times
-are exported as timestamps, so that a stopped writer never looks fresh. Counts that the pools or the
-teachers keep are copied from the newest `RunStatus` or "step" event, never counted twice.
+and one counter, by the names of `hub.row_values` and `hub.step_values`: a new number needs nothing
+here. Times are exported as timestamps, so that a stopped writer never looks fresh. Counts that the
+pools or the teachers keep are copied from the newest `RunStatus` or "step" event, never counted
+twice.
+
+`MetricsServer` answers over HTTP, or to the members of a mesh alone by TLS. The client library's
+own server shakes hands before it takes the next connection, so that one silent client would stop
+every scrape.
 """
 
 from __future__ import annotations
 
+import socket
 import ssl
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import (
     CollectorRegistry,
@@ -21,18 +29,71 @@ from prometheus_client import (
     Histogram,
     ProcessCollector,
     disable_created_metrics,
+    make_wsgi_app,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from cartridge_forge.plugins.cluster.tls.identity import read_identity
-from cartridge_forge.plugins.watch.telemetry.metrics_server import MetricsServer
-from cartridge_forge.plugins.watch.telemetry.values import role_of, row_values, step_values
+from cartridge_forge.plugins.cluster.tls.listener import POLL_SECONDS, MutualTlsRequests
+from cartridge_forge.plugins.watch.telemetry.hub import role_of, row_values, step_values
 from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.ports import TraceSpan
 from cartridge_forge.protocols.records.run_files import TRAINED_ARMS, MetricRow
 from cartridge_forge.protocols.records.status import ReplicaState, RunStatus
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.run_directory import RunDirectory
+
+REQUEST_SECONDS = 30.0  # for a scraper to send its request
+
+
+class MetricsListener(MutualTlsRequests, WSGIServer):
+    """Listen on an IPv4 address, or a name that has one."""
+
+
+class MetricsListener6(MetricsListener):
+    """Listen on an IPv6 address."""
+
+    address_family = socket.AF_INET6
+
+
+class QuietRequests(WSGIRequestHandler):
+    """Log no scrape: one comes every few seconds."""
+
+    timeout = REQUEST_SECONDS
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class MetricsServer:
+    """Serve `registry` at `url` from a thread, until it is closed. `address` is host:port; port 0
+    takes a free one. With `context` it admits TLS alone, by the context's rules. Raises OSError for
+    an address that it cannot listen on."""
+
+    def __init__(
+        self,
+        address: str,
+        registry: CollectorRegistry,
+        context: Callable[[], ssl.SSLContext] | None,
+    ) -> None:
+        host, _, port = address.rpartition(":")
+        listener = MetricsListener6 if ":" in host else MetricsListener
+        app = make_wsgi_app(registry)
+        self._server = make_server(host.strip("[]"), int(port), app, listener, QuietRequests)
+        self._server.context = context
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(POLL_SECONDS,), daemon=True
+        )
+        self._thread.start()
+        scheme = "http" if context is None else "https"
+        self.url = f"{scheme}://{host}:{self._server.server_port}/metrics"
+
+    def close(self) -> None:
+        """Stop listening. A scrape in progress ends on its own thread."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
 
 # Seconds, from a cached response of the tiny model to a long rollout of a large one.
 BUCKETS = (

@@ -22,11 +22,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cartridge_forge.plugins.watch.telemetry.values import epoch_seconds, role_of
+from cartridge_forge.plugins.watch.telemetry.hub import epoch_seconds, role_of
+from cartridge_forge.protocols.ports import TraceSpan
 from cartridge_forge.protocols.records.run_files import MetricRow
 from cartridge_forge.protocols.records.status import RunStatus
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.run_directory import RunDirectory
 
 NAME = "trace.json"

@@ -17,20 +17,13 @@ from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Re
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from cartridge_forge.plugins.watch.pages import (
-    cartridges_page,
-    mesh_page,
-    recall,
-    rollouts_page,
-    run_page,
-)
+from cartridge_forge.plugins.watch.pages import cartridges_page, mesh_page, rollouts_page, run_page
 from cartridge_forge.plugins.watch.pages.export import EXPORTED_PAGES, MOST_EVENTS, PAGE_ROWS
 from cartridge_forge.plugins.watch.pages.row_index import filter_of
 from cartridge_forge.plugins.watch.pages.run_view import RunView
 from cartridge_forge.plugins.watch.report.page import sections_of
-from cartridge_forge.plugins.watch.report.palette import STATIC
-from cartridge_forge.plugins.watch.report.template import environment
-from cartridge_forge.plugins.watch.ui import asking, compare_page
+from cartridge_forge.plugins.watch.report.template import STATIC, environment
+from cartridge_forge.plugins.watch.ui import asking, served_runs
 from cartridge_forge.plugins.watch.ui.live import LiveRun
 from cartridge_forge.plugins.watch.ui.served_runs import ServedRuns
 from cartridge_forge.protocols.errors import ControlError, DataError, ForgeError
@@ -141,7 +134,7 @@ class RunPages:
         return cartridges_page.cartridges(self._view(request), chosen)
 
     def _recall(self, request: Request) -> Any:
-        return recall.recalled(self._view(request), request.query_params.get("name", ""))
+        return rollouts_page.recalled(self._view(request), request.query_params.get("name", ""))
 
     def _diff(self, request: Request) -> Any:
         name, a, b = (request.query_params.get(key, "") for key in ("name", "a", "b"))
@@ -155,10 +148,10 @@ class RunPages:
         return mesh_page.stack_file(self._view(request), request.query_params.get("name", ""))
 
     def _compare(self, request: Request) -> Any:
-        return compare_page.compared(self._chosen(request))
+        return served_runs.compared(self._chosen(request))
 
     def _paired(self, request: Request) -> Any:
-        return compare_page.paired(self._chosen(request))
+        return served_runs.paired(self._chosen(request))
 
     def _chosen(self, request: Request) -> list[RunView]:
         keys = dict.fromkeys(request.query_params.getlist("run"))

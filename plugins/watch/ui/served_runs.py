@@ -1,15 +1,21 @@
-"""Find the runs that pages are served of: one run, or those of a folder."""
+"""Find the runs that pages are served of, one run or those of a folder, and answer what the
+page that compares them shows: curves, settings and paired differences.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from cartridge_forge.plugins.evaluate.compare import flat_settings, read_source
 from cartridge_forge.plugins.watch.commands.runs import RunSummary, summary_of
 from cartridge_forge.plugins.watch.control.endpoints import find_run
+from cartridge_forge.plugins.watch.pages.run_page import curves
 from cartridge_forge.plugins.watch.pages.run_view import RunView
-from cartridge_forge.protocols.errors import ControlError, DataError
+from cartridge_forge.protocols.errors import ControlError, DataError, ForgeError
 from cartridge_forge.services.run_directory import LATEST
 
 DEPTH = 4  # folders between the one that was named and a run
@@ -65,3 +71,54 @@ class ServedRuns:
             while len(self._views) > OPEN_RUNS:
                 self._views.popitem(last=False)
             return view
+
+
+MOST_RUNS = 8
+ABSENT = "-"
+
+
+def compared(views: Sequence[RunView]) -> dict[str, Any]:
+    """Return the curves of each run, and the settings in which they differ. Raises DataError for no
+    run, or too many."""
+    _check(views)
+    return {
+        "runs": [{"key": view.key, **curves(view, 0, 0)} for view in views],
+        "settings": _differing(views),
+    }
+
+
+def _check(views: Sequence[RunView]) -> None:
+    if not 1 <= len(views) <= MOST_RUNS:
+        raise DataError(f"choose 1 to {MOST_RUNS} runs: got {len(views)}")
+
+
+def _differing(views: Sequence[RunView]) -> list[dict[str, Any]]:
+    specs = [view.spec for view in views]
+    flat = [{} if spec is None else dict(flat_settings(spec.as_dict())) for spec in specs]
+    keys = sorted(set().union(*flat))
+    rows = [
+        {"key": key, "values": [settings.get(key, ABSENT) for settings in flat]} for key in keys
+    ]
+    return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
+
+
+def paired(views: Sequence[RunView]) -> dict[str, Any]:
+    """Return the runs' paired differences as `forge compare` tells them, or why there are none.
+    Raises DataError for no run, or too many."""
+    from cartridge_forge.plugins.evaluate.compare import (
+        RESAMPLES,
+        compare_groups,
+        grouped,
+        remarks,
+    )
+
+    _check(views)
+    try:
+        groups = grouped([read_source(view.run.path) for view in views], sampled=False)
+        comparisons = compare_groups(groups)
+    except ForgeError as error:
+        return {"comparisons": [], "notes": [], "why_not": str(error)}
+    return {
+        "comparisons": [one.as_dict() for one in comparisons], "notes": remarks(comparisons),
+        "why_not": None, "resamples": RESAMPLES,
+    }  # fmt: skip

@@ -21,8 +21,8 @@ from cartridge_forge.actors.base import missing_vllm
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.model.loading import text_of
 from cartridge_forge.protocols.errors import DataError, PublishError
+from cartridge_forge.protocols.ports import TokenChunk, TokenPort
 from cartridge_forge.protocols.step import Completion, GenerateRequest, StopCondition
-from cartridge_forge.protocols.streams import TokenChunk, TokenPort
 from cartridge_forge.services.pool.pool import ask
 
 BACKENDS = [

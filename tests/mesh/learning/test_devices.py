@@ -1,8 +1,9 @@
-"""That whatever works with a model goes where the model is: over a second device that any machine
-has (`elsewhere`), the same numbers as without it."""
+"""Test that devices, alignment and chunked logits change no number, and the benchmarks of steps."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,17 +11,32 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from channel_setup import changed, in_chunks, scene, trained
-from rooms.learning.devices_setup import OBJECTIVE, TRAIN, same, trainer_of
+from channel_setup import ALL, bank_of, changed, do, in_chunks, loss_form, scene, scored, trained
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rooms.learning.devices_setup import (
+    OBJECTIVE,
+    TRAIN,
+    ZERO,
+    packed_of,
+    per_token,
+    same,
+    student,
+    trainer_of,
+)
 from second_device import Elsewhere
+from twins import Twin
 
+from benchmarks.record import read
+from cartridge_forge.learning.batch import LOGIT_BYTES
 from cartridge_forge.learning.checkpoint import read_checkpoint
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.policy_scores import with_references
-from cartridge_forge.learning.teacher import score_kept
+from cartridge_forge.learning.teacher import TeacherDistribution, score, score_kept, top_k
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, SdpoSpec
+from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
 from cartridge_forge.plugins.serve.engine.engine import TorchEngine
-from cartridge_forge.protocols.spec.sections import TrainSpec
+from cartridge_forge.protocols.spec.sections import LossSpec, TrainSpec
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef, Sampling
 from cartridge_forge.services.planes.codec import pack, unpack
 
@@ -141,3 +157,114 @@ def test_all_channels_train_where_the_model_is(
     assert isinstance(ours.bank.trainable["a"].data, Elsewhere)
     torch.testing.assert_close(trained(ours.bank).cpu(), trained(theirs.bank), rtol=0, atol=1e-4)
     assert isinstance(ours.bank.fingerprint("ab"), int)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from twins import Twin
+
+    from cartridge_forge.protocols.step import Sample
+
+    MakeSamples = Callable[..., list[Sample]]
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_doc_kl_is_zero_in_every_order_and_packing(
+    llama: Twin, make_samples: MakeSamples, data: st.DataObject
+) -> None:
+    shape = st.tuples(st.sampled_from("abc"), st.integers(1, 6), st.integers(1, 10))
+    shapes = data.draw(st.lists(shape, min_size=1, max_size=6))
+    samples = data.draw(st.permutations(make_samples(*shapes, seed=data.draw(st.integers(0, 9)))))
+    longest = max(prompt + response for _, prompt, response in shapes)
+    rows = st.integers(longest, 4 * longest)
+    logits = student(llama, packed_of(llama, samples, data.draw(rows)))
+    scored = score(llama.model, samples, llama.cached(), data.draw(rows))
+    direction = data.draw(st.sampled_from(["forward", "reverse", "jsd"]))
+    k = data.draw(st.sampled_from([0, 1, 5, 97]))
+    teacher = (
+        TeacherDistribution(logits=scored)
+        if k == 0
+        else TeacherDistribution(None, *top_k(scored, k))
+    )
+    for form in ("tail", "renormalised"):
+        assert abs(per_token(logits, teacher, loss_form(direction, form=form))) < ZERO
+
+
+VOCAB = 97
+
+TOKEN = VOCAB * LOGIT_BYTES  # bytes of one token's logits
+
+
+def top_5(teacher: TeacherDistribution) -> TeacherDistribution:
+    assert teacher.logits is not None
+    return TeacherDistribution(None, *top_k(teacher.logits, 5))
+
+
+OBJECTIVES = {
+    "all channels": (ALL, LossSpec()),
+    "reverse, with a reference": (
+        changed(ALL, grpo=GrpoSpec(kl=0.1)),
+        LossSpec(direction="reverse"),
+    ),
+    "renormalised": (ALL, LossSpec(direction="jsd", beta=0.3, form="renormalised")),
+    "pairs": (ALL, LossSpec(direction="cross_entropy", form="pairs")),
+    "sampled hints": (changed(ALL, sdpo=SdpoSpec(variant="sampled")), LossSpec()),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("kept", [None, 5])
+def test_chunks_change_no_term_and_no_gradient(llama: Twin, name: str, kept: int | None) -> None:
+    objective, loss = OBJECTIVES[name]
+    batch = scene(llama, bank_of(llama))
+    if kept:
+        batch = scored(batch, doc_teacher=top_5(batch.scores["doc_teacher"]))
+        if objective.sdpo.variant == "jsd":
+            batch = scored(batch, sdpo_teacher=top_5(batch.scores["sdpo_teacher"]))
+    whole = do(llama, batch, objective, loss, compare_gradients=True)
+    assert whole.gradient is not None
+    for tokens in (1, 7):
+        chunked = do(
+            llama, batch, objective, loss, compare_gradients=True, logit_bytes=tokens * TOKEN
+        )
+        for channel, term in whole.result.terms.items():
+            assert chunked.result.terms[channel] == pytest.approx(term, rel=1e-5, abs=1e-6)
+        assert chunked.result.cosines == pytest.approx(whole.result.cosines, abs=1e-4)
+        assert chunked.gradient is not None
+        scale = whole.gradient.abs().max().item()
+        torch.testing.assert_close(chunked.gradient, whole.gradient, rtol=0, atol=1e-5 * scale)
+
+
+def rows_of(module: str, out: Path, *options: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", module, "--out", str(out), *options]
+    subprocess.run(command, check=True, timeout=200, capture_output=True)
+    rows: list[dict[str, Any]] = read(out)["results"]
+    return rows
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads its memory's peak from /proc")
+def test_losses_in_chunks_are_the_same_and_make_less(tmp_path: Path) -> None:
+    """A chunk of 16 of 64 tokens; 1 MiB holds as many tokens of 16,384."""
+    rows = rows_of(
+        "benchmarks.chunking", tmp_path / "losses.json",
+        "--vocabulary", "16384", "--chunk-mb", "1", "--width", "32", "--repeats", "1",
+        "--documents", "64", "--banks", "2", "--samples", "4",
+    )  # fmt: skip
+    flat = [row["of"] for row in rows if "gflops" in row]
+    assert flat == ["score at 64", "bank of 1", "bank of 2", "even", "uneven"]
+    rows = rows[: -len(flat)]
+    for whole, chunked in zip(rows[::2], rows[1::2], strict=True):
+        assert (whole["of"], whole["form"]) == (chunked["of"], "whole")
+        assert chunked["form"] == "chunks of 16"
+        assert chunked["largest"] == whole["largest"] / 4
+        assert chunked["differs"] < 1e-5
+
+
+def test_the_model_alone_is_asked_with_one_chart_and_with_two(tmp_path: Path) -> None:
+    """The shipped reader has the answer in one chart."""
+    sets = [word for key in ("data.patients=2", "evaluate.questions=20") for word in ("--set", key)]
+    one, two = rows_of("studies.accuracy", tmp_path / "together.json", "together", *sets)
+    assert (one["charts"], two["charts"], one["n"], two["n"]) == (1, 2, 20, 20)
+    assert one["right"] >= 18 > two["right"]

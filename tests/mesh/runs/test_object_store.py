@@ -17,7 +17,7 @@ from small_run import Finished, command, latest, run_to_end, running, same_outco
 from cartridge_forge.forge_run.cli import forge
 from cartridge_forge.plugins.library.object_store import ObjectStore
 from cartridge_forge.plugins.library.run_store import stored_runs
-from cartridge_forge.plugins.library.stored_folder import read_state
+from cartridge_forge.plugins.library.stored_files import read_state
 
 URL = "s3://runs/of/ours"
 KEPT: dict[str, Any] = {"records.store": URL}

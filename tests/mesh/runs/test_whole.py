@@ -1,16 +1,25 @@
-"""The shipped mesh from the command line to its results, cut down to a few steps."""
+"""Test a whole run, and what reads it: eval, frontier, served answers."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import stat
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
-from small_run import SMALL, Finished, rows
+from finished_runs import FORGE, compared
+from openai import OpenAI
+from served import documented_nll, serve_command
+from small_run import MESH, SMALL, Finished, rows, run_to_end
 
 from cartridge_forge.learning.model.loading import load_tokenizer
+from cartridge_forge.plugins.clinic.text import right_answer
 from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
 from cartridge_forge.protocols.records.run_files import PHASES, WITHIN
 from cartridge_forge.protocols.spec.loading import load_resolved
@@ -104,7 +113,7 @@ def test_the_report_needs_no_network(finished: Finished) -> None:
     page = (finished.path / "report.html").read_text()
     fetched = re.findall(r"(?:src|href)\s*=\s*[\"'](?!#)(?!data:)([^\"']+)", page)
     assert not [f for f in fetched if "//" in f]
-    assert page.count("<svg") >= 1
+    assert "page Run draws the curves" in page
     for arm in ARMS:
         assert arm in page
 
@@ -146,3 +155,96 @@ def test_with_staleness_one_every_token_is_one_version_behind(stale: Finished) -
 def test_the_directory_and_its_files_are_their_owner_s_alone(finished: Finished) -> None:
     modes = {p: stat.S_IMODE(p.lstat().st_mode) for p in (finished.path, *finished.path.rglob("*"))}
     assert {p: oct(mode) for p, mode in modes.items() if mode & 0o077} == {}
+
+
+SPEC = "questions: 8\npassages: 1\npassage_tokens: 12\nprobes: 2\nresamples: 200\n"
+CODE = "import sys; from cartridge_forge.forge_run.cli import forge; sys.exit(forge())"
+
+
+def test_every_arm_sits_the_same_exam(finished: Finished, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished.path, run)  # the run's own tests count its files
+    (tmp_path / "eval.yaml").write_text(SPEC)
+    words = [sys.executable, "-c", CODE, "eval", str(run), "--spec", str(tmp_path / "eval.yaml")]
+    process = run_to_end(words, timeout=600.0)
+    assert process.returncode == 0, process.stdout + process.stderr
+    told = json.loads((run / "eval.json").read_text())
+    rows = {row["arm"]: row for row in told["rows"]}
+    assert list(rows) == ["none", "document", "truncated", "untrained", "offline", "on_policy"]
+    # The run measured its arms on these very questions.
+    results = json.loads((run / "results.json").read_text())
+    for arm, result in results["arms"].items():
+        row = rows[arm]
+        assert (row["n"], row["accuracy"]) == (result["n"], result["accuracy"]), arm
+        assert row["parse_failures"] == result["parse_failures"]
+    for arm in ("offline", "on_policy"):
+        assert rows[arm]["trained_tokens"] == results["tokens_trained"][arm]
+        assert rows[arm]["compression"] == pytest.approx(results["compression"]["ratio"])
+    assert rows["document"]["teacher"]["kl"] == pytest.approx(0.0, abs=1e-4)
+    assert told["contamination"]["exact"] == 0
+    assert told["contamination"]["prompts"] > 0
+    assert len(told["pairs"]) == 6 * 5 // 2
+    assert len((run / "eval_answers.jsonl").read_text().splitlines()) == 6 * (2 * 8 + 2 * 2)
+    assert "## what the arms do by themselves" in (run / "eval.md").read_text()
+    assert "differences in accuracy, paired bootstrap over 2 documents" in process.stdout
+    assert "| on_policy | 28 | 8." in (run / "eval.md").read_text()
+    for name in ("eval.html", "report.html"):
+        assert "accuracy against compression" in (run / name).read_text()
+    assert (run / "eval-training.svg").read_text().startswith("<svg ")
+
+
+def test_strategies_are_compared_and_the_report_tells(finished: Finished, tmp_path: Path) -> None:
+    run, said, [told] = compared(finished, tmp_path, times=1)
+    assert "self_consistency samples=4" in said
+    assert "self_consistency samples=4" in (run / "report.html").read_text()
+    rows = told["arms"]
+    assert [row["n"] for row in rows] == [6] * 5
+    assert [row["calls"] for row in rows[:2]] == [1, 1]
+    assert rows[0]["tokens"] < rows[1]["tokens"] <= 4 * 20
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    process = run_to_end([sys.executable, "-c", FORGE, "frontier", str(tmp_path)])
+    assert process.returncode != 0
+    assert "is no run directory" in process.stderr
+
+
+ROOT = MESH.parents[1]
+
+
+def test_the_loss_of_every_right_answer_is_the_run_s(finished: Finished, tmp_path: Path) -> None:
+    words = ["cartridges", "add", str(finished.path), "--set", f"library={tmp_path / 'library'}"]
+    subprocess.run(
+        [sys.executable, "-c", CODE, *words], check=True, env=dict(os.environ), cwd=tmp_path,
+        capture_output=True,
+    )  # fmt: skip
+    learn = load_resolved(finished.path / "spec.yaml").learn
+    tasks = LongHealthPrompts(learn, read_patients(learn.data), load_tokenizer(learn.model.path))
+    kept = {
+        (row["arm"], row["id"]): row
+        for row in rows(finished.path / "answers.jsonl")
+        if not row["sampled"] and row["nll"] is not None
+    }
+    newest = max(row["step"] for (arm, _), row in kept.items() if arm == "on_policy")
+    with (
+        serve_command(tmp_path, "roles.generator.replicas=1", "spares=0") as (_, url, _),
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        gold_nll = documented_nll(client)
+        losses = {}
+        for exam in tasks.exams:
+            gold = right_answer(exam.question, exam.text)
+            for arm in ("on_policy", "none"):
+                row = kept[arm, exam.question.id]
+                name = (
+                    f"clinic-reader+{row['cartridge']}" if arm == "on_policy" else "clinic-reader"
+                )
+                losses[arm, exam.question.id] = gold_nll(name, exam.text, gold)
+    assert len(losses) == 2 * len(tasks.exams) > 0
+    assert {kept[key]["step"] for key in losses if key[0] == "on_policy"} == {newest}
+    for key, loss in losses.items():
+        assert loss == pytest.approx(kept[key]["nll"], abs=1e-4), key
+    trained, bare = (
+        [loss for (arm, _), loss in losses.items() if arm == name] for name in ("on_policy", "none")
+    )
+    assert max(abs(a - b) for a, b in zip(trained, bare, strict=True)) > 0.01

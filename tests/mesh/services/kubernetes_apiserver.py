@@ -1,4 +1,4 @@
-"""The scenarios of test_kubernetes_hosts.py, put to a real API server: `make k8s-apiserver`.
+"""The scenarios of test_kubernetes.py, put to a real API server: `make k8s-apiserver`.
 
 No part of the test suite: pytest collects it where it is named. kube_apiserver.sh starts
 the server; its pods are objects alone, which tests/fakes/operator_loop.py plays.

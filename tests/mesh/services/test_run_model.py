@@ -29,8 +29,7 @@ from cartridge_forge.learning.checkpoint import (
 from cartridge_forge.plugins.library.run_lease import hold_lease
 from cartridge_forge.protocols import files
 from cartridge_forge.protocols.records.run_files import MetricRow, RolloutRow
-from cartridge_forge.services.run_directory import RunDirectory
-from cartridge_forge.services.run_position import resume_point, write_run_state
+from cartridge_forge.services.run_directory import RunDirectory, resume_point, write_run_state
 
 STEPS = {"on_policy": 6, "offline": 4}
 EVERY = 2

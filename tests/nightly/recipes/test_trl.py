@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from logits_setup import DOCUMENT, READER
+from format_setup import DOCUMENT, READER
 from safetensors.torch import load_file
 
 from cartridge_forge.learning.cartridge import CartridgeBank

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from logits_setup import READER, ours, trained
+from format_setup import READER, ours, trained
 from safetensors.torch import load_file
 
 from cartridge_forge.learning.cartridge import CartridgeBank

@@ -1,14 +1,22 @@
-"""Runs over several hosts, over real links: one cut, one worker told to end, one run told to."""
+"""Test runs over several hosts: lost, evicted, by TLS."""
+
+from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
+import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from namespaces import cannot_make, told_by
-from small_run import command, latest, rows, run_to_end, running, same_outcome
+from mesh_scenario import status, told
+from namespaces import FORGE, cannot_make, told_by
+from small_run import ROOT, Finished, command, latest, rows, run_to_end, running, same_outcome
 
 from cartridge_forge.plugins.cluster.hosts.handshake import WorkerInfo, WorkerInfoServer
 from cartridge_forge.services.pool.hosts import versions
@@ -107,3 +115,154 @@ def test_a_run_that_waits_for_its_hosts_can_be_told_to_end(tmp_path: Path) -> No
         run.wait_until_gone(10.0)
     last = rows(latest(tmp_path) / "events.jsonl")[-1]
     assert (last["event"], last["status"]) == ("finished", "stopped")
+
+
+PATIENCE = 300.0
+LONGER = 8.0  # than a run waits for its step without --grace
+EVICTED_GRACE = (
+    10.0  # of a worker: the controller asks each second whether it drains, on busy cores later
+)
+# A process that is held in the middle of a call, or starts on busy cores, is silent for long.
+HEALTH = {"heartbeat_s": 0.5, "suspect_after_s": 60.0, "dead_after_s": 90.0}
+
+
+def free_port() -> int:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return min(int(trial.getsockname()[1]), 65000)
+
+
+@contextmanager
+def worker(port: int, grace: float = PATIENCE) -> Iterator[subprocess.Popen[bytes]]:
+    address = f"tcp://127.0.0.1:{port}"
+    words = [*FORGE, "worker", "--address", address, "--grace", str(grace)]
+    process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.terminate()  # the second ends it at once
+        process.wait(PATIENCE)
+
+
+def on(*ports: int) -> dict[str, object]:
+    return {"kind": "addresses", "addresses": [f"tcp://127.0.0.1:{port}" for port in ports]}
+
+
+def generators(run: Path) -> dict[str, tuple[int, str]]:
+    """The process and the host of each generator."""
+    [pool] = [p for p in status(run)["pools"] if p["role"] == "generator"]
+    return {r["name"]: (int(r["pid"]), r["host"]) for r in pool["replicas"]}
+
+
+def steps(run: Path) -> list[int]:
+    return [row["step"] for row in rows(run / "metrics.jsonl") if row["arm"] == "on_policy"]
+
+
+def test_a_run_has_its_grace_for_the_step_in_progress(finished: Finished, tmp_path: Path) -> None:
+    sets = {"train__checkpoint_every": 0, "health": HEALTH}
+    with running(command(tmp_path, "--grace", str(PATIENCE), **sets), tmp_path) as run:
+        path = run.wait_for("on_policy", 1)
+        held, _ = generators(path)["generator[0]"]
+        os.kill(held, signal.SIGSTOP)
+        run.process.send_signal(signal.SIGTERM)
+        time.sleep(LONGER)
+        assert run.process.poll() is None
+        os.kill(held, signal.SIGCONT)
+        said, _ = run.process.communicate(timeout=PATIENCE)
+        assert run.process.returncode == 143, said
+        run.wait_until_gone(PATIENCE)
+    newest = sorted((path / "checkpoints").glob("version-*"))[-1]
+    assert newest.name == f"version-{steps(path)[-1]:06d}"
+    done = run_to_end(command(tmp_path, "--resume", **sets))
+    assert done.returncode == 0, done.stdout + done.stderr
+    same_outcome(path, finished.path)
+
+
+def test_the_only_host_of_a_run_leaves_and_comes_back(finished: Finished, tmp_path: Path) -> None:
+    port = free_port()
+    with ExitStack() as stack:
+        first = stack.enter_context(worker(port))
+        words = command(tmp_path, hosts=on(port), health=HEALTH, spawn_timeout_s=300)
+        run = stack.enter_context(running(words, tmp_path))
+        path = run.wait_for("on_policy", 2)
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(PATIENCE) == 0
+        stack.enter_context(worker(port))
+        said, _ = run.process.communicate(timeout=PATIENCE)
+        assert run.process.returncode == 0, said
+    assert told(path, "host_drained")
+    assert told(path, "replica_lost") == []
+    same_outcome(path, finished.path)
+
+
+def test_a_call_that_outlasts_a_worker_is_made_again_elsewhere(
+    finished: Finished, tmp_path: Path
+) -> None:
+    ports = [free_port(), free_port()]
+    with ExitStack() as stack:
+        workers = {str(port): stack.enter_context(worker(port, EVICTED_GRACE)) for port in ports}
+        words = command(tmp_path, hosts=on(*ports), health=HEALTH, spawn_timeout_s=300)
+        run = stack.enter_context(running(words, tmp_path))
+        path = run.wait_for("on_policy", 1)
+        held, host = generators(path)["generator[0]"]
+        os.kill(held, signal.SIGSTOP)
+        leaving = workers[host.rpartition(":")[2]]
+        leaving.send_signal(signal.SIGTERM)
+        assert leaving.wait(PATIENCE) == 0
+        said, _ = run.process.communicate(timeout=PATIENCE)
+        assert run.process.returncode == 0, said
+    assert told(path, "host_drained")
+    same_outcome(path, finished.path)
+
+
+TLS_SCENARIO = Path(__file__).parents[2] / "scenarios/tls_scenario.py"
+
+
+@pytest.fixture(scope="module")
+def tls_report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    reason = cannot_make()
+    if reason:
+        pytest.skip(reason)
+    told = told_by(TLS_SCENARIO, str(tmp_path_factory.mktemp("runs")), seconds=850)
+    found: dict[str, Any] = json.loads(told.splitlines()[-1])
+    return found
+
+
+def test_the_roles_are_on_both_hosts(tls_report: dict[str, Any]) -> None:
+    hosts = {host for name, host in tls_report["placed"].items() if name != "store[0]"}
+    assert hosts == {"10.77.0.2:26600", "10.77.0.3:26600"}
+
+
+def test_the_run_ends_with_the_numbers_of_one_without_tls(tls_report: dict[str, Any]) -> None:
+    assert tls_report["local"]["code"] == 0, tls_report["local"]["output"]
+    assert tls_report["tls"]["code"] == 0, tls_report["tls"]["output"]
+    assert tls_report["tls"]["lost"] == []
+    same_outcome(Path(tls_report["tls"]["path"]), Path(tls_report["local"]["path"]))
+
+
+def test_every_port_beyond_loopback_was_tried(tls_report: dict[str, Any]) -> None:
+    """A worker listens for Monarch at its address and at a port of its own, and for /hello."""
+    for host in ("10.77.0.2", "10.77.0.3"):
+        ports = [port for _, port in tls_report["ports"][host]]
+        assert len(ports) == 4, "and for its relay"
+        assert {26600, 26601} <= set(ports)
+    assert len(tls_report["ports"]["10.77.0.1"]) == 4, "Monarch, the control plane, /metrics, relay"
+    assert len(tls_report["clients"]) == 12
+
+
+@pytest.mark.parametrize("client", ["plain", "no certificate", "of another authority"])
+def test_a_stranger_gets_nothing_at_any_port(tls_report: dict[str, Any], client: str) -> None:
+    got = {port: found[client] for port, found in tls_report["clients"].items()}
+    assert got == dict.fromkeys(got, "nothing")
+
+
+def test_a_member_of_the_mesh_is_let_in_at_every_port(tls_report: dict[str, Any]) -> None:
+    got = {port: found["of the mesh"] for port, found in tls_report["clients"].items()}
+    assert "nothing" not in got.values(), "else the strangers' tries would show nothing"
+
+
+def test_a_strangers_monarch_is_not_attached(tls_report: dict[str, Any]) -> None:
+    assert tls_report["monarch"] == {
+        "plain": "refused", "of another authority": "refused", "of the mesh": "attached",
+    }  # fmt: skip

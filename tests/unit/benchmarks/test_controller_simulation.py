@@ -1,22 +1,21 @@
-"""The queue of a mesh's step: cases worked by hand, and what no change of scale may break."""
+"""Test the simulated controller, and the phases of a step."""
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from benchmarks.simulation.controller import (
-    breaks_at,
-    checks,
-    costs_from,
-    relays_from,
-    suspected,
-)
+from benchmarks.gpu.phase_step import PHASES, SETTINGS, PhaseStep, Setting
+from benchmarks.simulation.controller import breaks_at, checks, costs_from, relays_from, suspected
 from benchmarks.simulation.mesh import (
     EventQueue,
     MeasuredCosts,
@@ -29,8 +28,13 @@ from benchmarks.simulation.mesh import (
     reading,
     simulate,
 )
+from benchmarks.step_gpu import measure, measured, published_bound
+from cartridge_forge.forge_run.plan.roofline import DevicePeaks, Workload
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.model import ShapeSpec
+from cartridge_forge.protocols.step import TensorRef
+from cartridge_forge.services.planes.codec import pack, unpack
 from studies import archive
 
 NOTHING = MeasuredCosts()
@@ -181,3 +185,84 @@ def test_a_real_service_took_about_as_long_as_is_simulated() -> None:
         assert 0.25 < row["split"] < 4
         assert 0.25 < row["update"] < 4
         assert 0.2 < row["loop"] < 2
+
+
+CPU = torch.device("cpu")
+SMALL = Setting(
+    ShapeSpec(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, intermediate=48, vocab=64),
+    Workload(3, 5, 7, 40, 16, 1, 4),
+    "float32",
+)
+
+
+class OneProcess:
+    """A tensor plane in a dict."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Tensor] = {}
+
+    async def put(self, key: str, tensors: Mapping[str, Tensor]) -> TensorRef:
+        self.held[key], layout = pack(tensors)
+        return TensorRef(key, layout)
+
+    async def get(self, packet: TensorRef) -> dict[str, Tensor]:
+        return unpack(self.held[packet.key], packet.layout)
+
+    async def delete(self, *keys: str) -> None:
+        for key in keys:
+            del self.held[key]
+
+    async def keys(self, prefix: str = "") -> list[str]:
+        return sorted(self.held)
+
+
+def test_a_step_trains_what_it_sampled_and_publishes_it() -> None:
+    plane = OneProcess()
+    step = PhaseStep(SMALL, CPU, plane)
+    before, drawn = step.snapshot().clone(), step.samples
+    step.run()
+    assert not step.failures
+    assert set(step.laps) == {"document", *PHASES}
+    assert [len(s.response_ids) for s in step.samples] == [7, 7, 7]
+    assert step.samples != drawn
+    assert not torch.equal(step.snapshot(), before)
+    # What the next rollout samples from is what was trained.
+    sampled_from = step.rollout()
+    asyncio.run(step.publish())
+    assert step.rollout() == sampled_from
+    assert not plane.held
+
+
+def test_a_phase_that_fails_is_named_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = PhaseStep(SMALL, CPU, OneProcess())
+
+    def broken() -> None:
+        raise RuntimeError("tensors on two devices")
+
+    monkeypatch.setattr(step, "rollout", broken)
+    rows = {
+        row["phase"]: row for row in measure(step, DevicePeaks("toy", 1e9, 1e9, 1e9), repeats=1)
+    }
+    assert "test_controller_simulation.py" in step.failures["rollout"]
+    assert "RuntimeError" in step.failures["rollout"]
+    assert rows["rollout"]["seconds"] is None
+    assert "FAILED RuntimeError" in rows["rollout"]["error"]
+    assert rows["student"]["seconds"] is not None
+    assert rows["step"]["seconds"] is None  # a whole step was not measured
+
+
+def test_the_goal_is_stated_in_the_cached_bound() -> None:
+    name, seconds = published_bound("NVIDIA H200, measured", SETTINGS["3b"])
+    assert (name, seconds) == ("H200", pytest.approx(1.06, abs=0.01))
+    assert published_bound("NVIDIA A100-SXM4-80GB", SETTINGS["3b"])[1] == pytest.approx(
+        2.7, abs=0.1
+    )
+
+
+def test_ceilings_are_those_of_some_machine() -> None:
+    found = measured(CPU, torch.float32)
+    assert found.mfu == 1.0
+    assert 1e8 < found.flops < 1e15
+    assert 1e7 < found.bandwidth < 1e14

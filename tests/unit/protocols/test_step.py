@@ -1,13 +1,20 @@
-"""Records of the channels: what they refuse, and the turn that a hint is put before."""
+"""Test the records of a step, the control protocol and steady time."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from grpc_tools import protoc
 
 from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.files import steady_time
 from cartridge_forge.protocols.step import (
     HintedTurn,
     PolicySample,
@@ -103,3 +110,94 @@ def test_stored_scores_have_as_many_at_every_token(ids: Any, logprobs: Any) -> N
 def test_a_pair_needs_all_three(side: str) -> None:
     with pytest.raises(DataError, match="pair p has an empty context or completion"):
         replace(PAIR, **{side: ()})
+
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("name", ["control_pb2.py", "control_pb2.pyi", "control_pb2_grpc.py"])
+def test_the_committed_code_is_what_make_proto_writes(name: str, tmp_path: Path) -> None:
+    known = Path(protoc.__file__).with_name("_proto")  # google's own, which ours imports
+    written = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
+    sources = [f"-I{REPOSITORY}", f"-I{known}", "cartridge_forge/protocols/wire/control.proto"]
+    assert protoc.main(["protoc", *written, *sources]) == 0
+    folder = Path("cartridge_forge/protocols/wire")
+    fresh, committed = (root / folder / name for root in (tmp_path, REPOSITORY))
+    assert fresh.read_bytes() == committed.read_bytes(), "run `make proto`"
+
+
+def test_buf_finds_no_fault() -> None:
+    buf = Path(sys.executable).with_name("buf")
+    done = subprocess.run([buf, "lint"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fault"),
+    [
+        ("", "", ""),
+        # A field and a call that are new: whoever does not know them goes on.
+        ("message PauseRequest {}", "message PauseRequest {\n  bool at_once = 1;\n}", ""),
+        (
+            "  uint32 replicas = 2;\n",
+            "",
+            'field "2" with name "replicas" on message "ScaleRequest"',
+        ),
+        ("uint32 replicas = 2;", "string replicas = 2;", 'from "uint32" to "string"'),
+        ("  rpc Stop(StopRequest) returns (StopResponse);", "", 'RPC "Stop" on service "Control"'),
+    ],
+    ids=["as it is", "a new field", "a field removed", "another type", "a call removed"],
+)
+def test_a_change_that_breaks_released_clients_is_found(
+    before: str, after: str, fault: str, tmp_path: Path
+) -> None:
+    buf = Path(sys.executable).with_name("buf")
+    text = (REPOSITORY / "protocols/wire/control.proto").read_text()
+    assert before in text
+    (tmp_path / "protocols/wire").mkdir(parents=True)
+    (tmp_path / "buf.yaml").write_text((REPOSITORY / "buf.yaml").read_text())
+    (tmp_path / "protocols/wire/control.proto").write_text(text.replace(before, after, 1))
+    against = ["--against", REPOSITORY / "protocols/wire/control.binpb"]
+    done = subprocess.run(
+        [buf, "breaking", *against], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode != 0) == bool(fault), done.stdout + done.stderr
+    assert fault in done.stdout
+
+
+def test_a_clock_that_is_set_back_ends_no_span_before_its_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, passed = steady_time(), time.monotonic()
+    assert abs(before - time.time()) < 3600, "seconds since the epoch"
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    monkeypatch.setattr(time, "monotonic", lambda: passed + 2.5)
+    assert steady_time() - before == pytest.approx(2.5, abs=0.5)
+
+
+# What reads the clock that can be set, and why no wait or limit goes wrong by it.
+WALL_CLOCK = {
+    "learning/model/verdicts.py": "an age of files; a clock that was set back keeps no note",
+    "protocols/files.py": "once, when the process begins",
+    "plugins/library/store.py": "the age of what was left behind, and is in nobody's use",
+    "plugins/serve/handler.py": "a field of a reply",
+    "plugins/serve/routes/models.py": "a field of a reply",
+    "plugins/watch/telemetry/tensorboard.py": "the times of records",
+    "plugins/replay/ledger.py": "the times of records; an age is bounded by the monotonic clock",
+    "plugins/replay/panel.py": "the time of a record",
+}
+ROOMS = (
+    "actors", "cartridge_forge", "forge_run", "learning", "plugins", "protocols", "services",
+    "training",
+)  # fmt: skip
+
+
+def test_nothing_else_waits_by_the_clock_that_can_be_set() -> None:
+    root = Path(__file__).resolve().parents[3]
+    files = {p for room in ROOMS for p in (root / room).rglob("*.py")}
+    found = {
+        str(path.relative_to(root))
+        for path in files
+        if re.search(r"\btime\.(time|time_ns|gmtime|localtime)\b", path.read_text())
+    }
+    assert found == set(WALL_CLOCK)

@@ -1,8 +1,18 @@
-"""What was served is compared with what was published, by its numbers' fingerprints."""
+"""Test what generators served, roles by name, and facts of processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from chaos import ROLES
 
 from cartridge_forge.protocols.errors import StaleTokenError
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import ROLES as SIZED
 from cartridge_forge.protocols.step import (
     CartridgeSnapshot,
     Completion,
@@ -15,6 +25,8 @@ from cartridge_forge.protocols.step import (
     composed_ref,
 )
 from cartridge_forge.services.clients import PublishedCartridges
+from cartridge_forge.services.proc_info import CpuSeconds, cpu_seconds
+from cartridge_forge.services.roles import ALONE, last_state_here
 
 PACKET = TensorRef("k", TensorLayout(()))
 
@@ -103,3 +115,43 @@ def test_hints_are_read_by_what_was_published_for_them() -> None:
         with pytest.raises(StaleTokenError, match=r"sdpo_teacher\[0\] served scores/1"):
             ledger.check_served("sdpo_teacher[0]", "scores/1", 1, {"a": other})
     check(ledger, PrefixRef("cartridge/a", 1), ("a1",))
+
+
+BURN = "import time\nwhile time.process_time() < 0.3: pass\n"
+
+
+def test_a_childs_seconds_count_while_it_runs_and_once_it_is_waited_for() -> None:
+    me = os.getpid()
+    before = cpu_seconds(me, (me,))
+    script = BURN + "print('burnt', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        living = cpu_seconds(me, (me, child.pid)).since(before)
+        assert living.chosen >= 0.25, "it was chosen"
+        assert living.all >= living.chosen - 1e-6
+        child.communicate("\n")
+    dead = cpu_seconds(me, (me,)).since(before)
+    assert dead.all - dead.chosen >= 0.25, "of all, not of those chosen"
+
+
+def test_the_share_is_of_all_seconds() -> None:
+    assert CpuSeconds(3.0, 14.0).since(CpuSeconds(1.0, 4.0)).share == pytest.approx(0.2)
+    assert CpuSeconds(0.0, 0.0).share == 0.0
+
+
+MESH = str(Path(__file__).parents[3] / "meshes/longhealth.yaml")
+
+
+def test_every_role_is_in_the_table_of_the_chaos_suite() -> None:
+    struck = {role.name for role in ROLES}
+    assert struck == {*SIZED, *ALONE, "controller"}
+
+
+def test_a_trainer_elsewhere_keeps_its_last_state_in_the_store() -> None:
+    hosts = "hosts={kind: addresses, addresses: [tcp://10.0.0.2:26600]}"
+    store = "records.store=s3://bucket/runs"
+    for sets, here in (([], True), ([hosts], True), ([store], True), ([hosts, store], False)):
+        assert last_state_here(load_spec(MESH, sets=sets).spec) == here

@@ -26,18 +26,18 @@ from urllib.parse import urlsplit
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
+from cartridge_forge.plugins.episodes.environments.action_parsing import (
+    BAD_ACTION,
+    NoAction,
+    action_in,
+    with_tools_shown,
+)
 from cartridge_forge.plugins.episodes.environments.openenv.wire import called, observed, reward_of
 from cartridge_forge.plugins.episodes.environments.sessions import (
     EnvironmentRefusal,
     ReplayedSessions,
     SessionLost,
     SessionsFull,
-)
-from cartridge_forge.plugins.episodes.environments.student_actions import (
-    BAD_ACTION,
-    NoAction,
-    action_in,
-    with_tools_shown,
 )
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation

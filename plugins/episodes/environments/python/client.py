@@ -15,17 +15,17 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from cartridge_forge.plugins.episodes.environments.action_parsing import (
+    BAD_ACTION,
+    NoAction,
+    action_in,
+    with_tools_shown,
+)
 from cartridge_forge.plugins.episodes.environments.openenv.wire import observed, reward_of
 from cartridge_forge.plugins.episodes.environments.sessions import (
     EnvironmentRefusal,
     ReplayedSessions,
     SessionLost,
-)
-from cartridge_forge.plugins.episodes.environments.student_actions import (
-    BAD_ACTION,
-    NoAction,
-    action_in,
-    with_tools_shown,
 )
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.sandbox.limited_process import (

@@ -17,13 +17,12 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cartridge_forge.plugins.episodes.environments.action_parsing import JSON
+from cartridge_forge.plugins.episodes.environments.action_parsing import JSON, with_tools_shown
 from cartridge_forge.plugins.episodes.environments.sessions import (
     EnvironmentRefusal,
     ReplayedSessions,
     SessionLost,
 )
-from cartridge_forge.plugins.episodes.environments.student_actions import with_tools_shown
 from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import (
     VerifiersOutcome,
     VerifiersWorker,

@@ -11,7 +11,8 @@ const held = { curves: { generation: 0, next: 0, rows: [] }, steps: { generation
 const stagesPlace = h("div"), tilesPlace = h("div.tiles"), armsPlace = h("div"), documentsPlace = h("div"), eventsPlace = h("div");
 const channelsPlace = h("div.grid");
 const seen = {};  // marks of what is shown
-let channelCharts = null, marks = null;
+const named = {};  // title -> its names and its chart
+let marks = null;
 
 const kl = new Chart("KL to the teacher that holds the document", `Nats a token; the line is the mean of ${SMOOTH} steps.`, [
   { label: "each step", colour: "faint", width: 1 }, { label: "on policy", colour: "on_policy" },
@@ -122,22 +123,27 @@ function drawSteps() {
   speed.update([at, tokens, trailing(tokens, SMOOTH)]);
 }
 
-function drawChannels(rows) {
-  const names = [...new Set(rows.flatMap((row) => Object.keys(row.channels)))];
+/** Draws what only some runs have: a line for each name that `valuesOf` has in any of the rows. */
+function drawNamed(title, note, rows, valuesOf, options = {}) {
+  const measured = rows.filter((row) => Object.keys(valuesOf(row) ?? {}).length);
+  const names = [...new Set(measured.flatMap((row) => Object.keys(valuesOf(row))))];
   if (!names.length) return;
-  if (!channelCharts) {
-    const series = names.map((name, i) => ({ label: name, colour: HUES[i % HUES.length], points: false }));
-    channelCharts = {
-      value: new Chart("Value of each channel", "The channel's own term, before its weight.", series),
-      share: new Chart("Share of the gradient", "In the steps that measured it.", series.map((one) => ({ ...one, points: true })),
-        { format: (v) => percent(v, 0), range: () => [0, 1.02] }),
-    };
-    channelsPlace.replaceChildren(channelCharts.value.element, channelCharts.share.element);
+  if (named[title]?.names.length !== names.length) {
+    named[title]?.chart.element.remove();
+    const series = names.map((label, i) => ({ label, colour: HUES[i % HUES.length], points: measured.length < rows.length }));
+    named[title] = { names, chart: new Chart(title, note, series, options) };
+    channelsPlace.append(named[title].chart.element);
   }
-  const at = rows.map((row) => row.step);
-  channelCharts.value.update([at, ...names.map((name) => rows.map((row) => row.channels[name]?.value ?? null))]);
-  const measured = rows.filter((row) => names.some((name) => row.channels[name]?.share != null));
-  channelCharts.share.update([measured.map((row) => row.step), ...names.map((name) => measured.map((row) => row.channels[name]?.share ?? null))]);
+  named[title].chart.update([measured.map((row) => row.step), ...names.map((name) => measured.map((row) => valuesOf(row)[name] ?? null))]);
+}
+
+function drawChannels(rows) {
+  const facts = (key) => (row) => Object.fromEntries(Object.entries(row.channels).filter(([, one]) => one[key] != null).map(([name, one]) => [name, one[key]]));
+  const shares = { format: (v) => percent(v, 0), range: () => [0, 1.02] };
+  drawNamed("Value of each channel", "The channel's own term, before its weight.", rows, facts("value"));
+  drawNamed("Share of the gradient", "In the steps that measured it.", rows, facts("share"), shares);
+  drawNamed("Cosines between the channels' gradients", "Below 0 two channels pull against each other.", rows, (row) => row.cosines, { range: () => [-1.05, 1.05] });
+  drawNamed("Accuracy of each population", "Problems that are trained on.", rows, (row) => row.populations, shares);
 }
 
 async function more(name) {

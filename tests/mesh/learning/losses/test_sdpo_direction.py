@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from channel_setup import prefixes, progress_of
-from desk_tasks import replayed
+from episode_setup import replayed
 
 from cartridge_forge.learning.cartridge import CartridgeBank, first_tokens
 from cartridge_forge.learning.decode import generate

@@ -21,7 +21,7 @@ from cartridge_forge.learning.model.loading import load_model
 from cartridge_forge.learning.model.parallel import divide_base
 from cartridge_forge.learning.ranks import ALONE, ProcessGroup, join
 from cartridge_forge.protocols.errors import DataError, RunError
-from cartridge_forge.protocols.records.token_scores import decoded
+from cartridge_forge.protocols.records.answers import decoded
 
 Told = dict[str, list[dict[str, Any]]]
 

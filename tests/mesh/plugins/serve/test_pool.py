@@ -26,7 +26,7 @@ from cartridge_forge.plugins.library.names import parse_cartridge
 from cartridge_forge.plugins.serve.app import Server, create_server
 from cartridge_forge.plugins.serve.engine.pool_backend import PoolBackend
 from cartridge_forge.plugins.serve.spec import load_serve
-from cartridge_forge.protocols.streams import TraceSpan
+from cartridge_forge.protocols.ports import TraceSpan
 from cartridge_forge.services.mesh import open_generators
 from cartridge_forge.services.pool.pool import Pool
 from cartridge_forge.services.pool.service import Service

@@ -1,8 +1,4 @@
-"""Download two models of other families from the package index, and read them.
-
-Qwen2.5-Coder-0.5B-Instruct lies in the data parts of another package, whose wheels state no
-licence: it is for tests and studies, and no name of `forge models add`.
-"""
+"""Test real models: GGUF files and SmolLM2."""
 
 from __future__ import annotations
 
@@ -153,3 +149,20 @@ def test_gemma_3_equals_transformers_and_trains_over_token_ids(home: Path) -> No
         )
     assert losses[0] > losses[1] > losses[2] > 0
     assert json.loads((home / "gemma3-270m" / "model.json").read_text())["bytes"] == 1_072_419_256
+
+
+@pytest.mark.timeout(1200)
+def test_the_packaged_model_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORGE_HOME", str(tmp_path))
+    found = add_model("smollm2-135m")
+    assert found.sha256.startswith("a672150fb4f9")
+    assert (found.licence, found.bytes) == ("apache-2.0", 538_090_408)
+    path = str(tmp_path / "models" / "smollm2-135m")
+    tokenizer, model = load_tokenizer(path), AutoModelForCausalLM.from_pretrained(path)
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True, return_tensors="pt", return_dict=False,
+    )  # fmt: skip
+    with torch.no_grad():
+        said = model.generate(asked, max_new_tokens=16, do_sample=False)[0, asked.shape[1] :]
+    assert "Paris" in tokenizer.decode(said)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cartridge_forge.plugins.clinic import vocabulary as words
 from cartridge_forge.plugins.clinic.desk import case_of
+from cartridge_forge.plugins.episodes.environments.problems import ProblemSet, open_problems
+from cartridge_forge.plugins.episodes.spec.problems import ProblemsSpec
 from models.pretrain.clerk_tasks import draw_episode
 from models.pretrain.reader_tasks import TaughtMessage
 
@@ -41,3 +46,24 @@ def episodes(name: str, known: bool, hinted: bool, count: int) -> list[list[Taug
         case = case_of(rng.choice(words.FIELDS), rng.choice(words.DEPARTMENTS), rng)
         drawn.append(draw_episode(rng, case, case.department if known else "", hinted))
     return drawn
+
+
+T = TypeVar("T")
+
+
+def tagged(text: str) -> str | None:
+    """Return the answer of a text that begins with its tag."""
+    return text.removeprefix("answer ") if text.startswith("answer ") else None
+
+
+def over(spec: ProblemsSpec, use: Callable[[ProblemSet], Awaitable[T]]) -> T:
+    """Return what `use` makes of the set, within two minutes."""
+
+    async def bounded() -> T:
+        problems = open_problems(spec, tagged)
+        try:
+            return await asyncio.wait_for(use(problems), 120)
+        finally:
+            await problems.close()
+
+    return asyncio.run(bounded())

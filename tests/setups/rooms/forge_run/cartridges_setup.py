@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from format_setup import checkpoint_of
-from logits_setup import trained
+from format_setup import checkpoint_of, trained
 
 from cartridge_forge.learning.checkpoint import write_checkpoint
 

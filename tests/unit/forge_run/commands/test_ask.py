@@ -1,10 +1,17 @@
-"""What `forge ask --verify` prints."""
+"""Test the arguments of `forge ask` and `forge frontier`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cartridge_forge.forge_run.commands.ask import marked, verdict_text
+from cartridge_forge.forge_run.commands.frontier import command
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.yaml_source import dump_yaml
 
 ANSWER = " the surgeon is kingsley."
 
@@ -42,3 +49,21 @@ def test_a_verdict_is_one_sentence() -> None:
     assert "without a draft" in verdict_text({"mode": "document"})
     empty = {"mode": "after", "below": 0.05, "choices": [{"tokens": 0}]}
     assert verdict_text(empty) == "there is no token that the document could accept"
+
+
+MESHES = Path(__file__).parents[4] / "meshes"
+
+
+def run_of(mesh: str, path: Path) -> Path:
+    spec = load_spec(str(MESHES / mesh)).spec
+    (path / "spec.yaml").write_text(dump_yaml(spec.as_dict()))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("mesh", "questions", "why"),
+    [("three_channels.yaml", None, "has no option questions"), ("longhealth.yaml", 0, "got 0")],
+)
+def test_refusals(mesh: str, questions: int | None, why: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=why):
+        command(run_of(mesh, tmp_path), arms=None, questions=questions, show=lambda line: None)

@@ -1,4 +1,6 @@
-"""The generated clinic: the same everywhere, true to its notes, and not to be guessed."""
+"""Test patients, their findings, and how questions are divided."""
+
+from __future__ import annotations
 
 import hashlib
 import json
@@ -7,13 +9,26 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from fractions import Fraction
 from math import comb
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from cartridge_forge.plugins.clinic.findings import (
+    FindingsQuestion,
+    all_right,
+    answer_parts,
+    draw_findings,
+    parts_f1,
+    said_parts,
+    says_parts,
+)
 from cartridge_forge.plugins.clinic.patients import LETTERS, ClinicalNote, generate_clinic
+from cartridge_forge.plugins.clinic.text import PatientQuestion, is_held_out, parse_patients
 from cartridge_forge.plugins.clinic.vocabulary import CATEGORY_OF, FIELDS, LAB_UNITS
 from cartridge_forge.protocols.errors import DataError
 
@@ -176,3 +191,151 @@ def test_the_largest_and_smallest_charts() -> None:
     assert len(full["texts"]) == 55
     bare = generate_clinic(0, 1, 1, 1)["patient_01"]
     assert len(bare["questions"]) == len(bare["texts"]) == 1
+
+
+RIGHT = {"sodium": "41 mmol", "surgeon": "weber", "ecg": "normal", "mri": "cyst"}
+(PATIENT,) = parse_patients(generate_clinic(3, 1, 8, 2), "the test")
+
+
+def test_a_question_asks_for_its_fields_in_order() -> None:
+    question = FindingsQuestion("q", ("p",), RIGHT)
+    assert question.text == (
+        "what is the sodium? what is the surgeon? what is the ecg? what is the mri?"
+    )
+    assert question.correct == "sodium 41 mmol, surgeon weber, ecg normal, mri cyst"
+    assert says_parts(RIGHT) == f"the answer is {question.correct}."
+    assert said_parts(says_parts(RIGHT)) == RIGHT
+
+
+@pytest.mark.parametrize(
+    ("response", "right", "f1"),
+    [
+        ("the answer is sodium 41 mmol, surgeon weber, ecg normal, mri cyst.", True, 1.0),
+        ("The answer is mri cyst, ECG  Normal, surgeon weber, sodium 41 mmol", True, 1.0),
+        ("the answer is sodium 41 mmol, surgeon weber, ecg normal, mri edema.", False, 0.75),
+        # Two right of two: precision 1, recall 1/2. Then two of three: 2 * 2 / (4 + 3).
+        ("the answer is surgeon weber, mri cyst.", False, 2 / 3),
+        ("the answer is surgeon weber, mri cyst, ecg edema.", False, 4 / 7),
+        # All four, and a part that is not asked for: 2 * 4 / (4 + 5).
+        ("the answer is sodium 41 mmol, surgeon weber, ecg normal, mri cyst, pulse 9 beats.", True,
+         8 / 9),
+        # The first of two values counts, and a value is its whole text.
+        ("the answer is sodium 4 mmol, sodium 41 mmol.", False, 0.0),
+        ("the answer is sodium 41.", False, 0.0),
+        ("sodium 41 mmol", False, 0.0),
+        ("the answer is", False, 0.0),
+    ],
+)  # fmt: skip
+def test_scores_by_hand(response: str, right: bool, f1: float) -> None:
+    said = said_parts(response)
+    assert all_right(RIGHT, said) is right
+    assert parts_f1(RIGHT, said) == pytest.approx(f1)
+
+
+def test_parts_are_named_by_their_first_word() -> None:
+    assert answer_parts("Sodium 41  mmol , ecg normal,, lone, ecg edema") == {
+        "sodium": "41 mmol", "ecg": "normal",
+    }  # fmt: skip
+
+
+def test_questions_are_distinct_and_of_the_chart() -> None:
+    """Eight fields have 56 triples: all can be drawn, and no more."""
+    facts = {q.text[len("what is the ") : -1]: q.correct for q in PATIENT.questions}
+    drawn = draw_findings((PATIENT,), 3, 56, seed=1)
+    assert len({frozenset(q.parts) for q in drawn}) == 56
+    assert all(facts[field] == value for q in drawn for field, value in q.parts.items())
+    assert drawn[:5] == draw_findings((PATIENT,), 3, 5, seed=1)
+    assert drawn[:5] != draw_findings((PATIENT,), 3, 5, seed=2)
+    assert [q.id for q in drawn[:2]] == ["patient_01/findings/0", "patient_01/findings/1"]
+    with pytest.raises(DataError, match=r"57 questions of 3 fields .* patient_01 have 8"):
+        draw_findings((PATIENT,), 3, 57, seed=1)
+
+
+def test_a_question_of_two_charts_has_as_many_fields_that_only_the_one_has() -> None:
+    pair = parse_patients(generate_clinic(3, 2, 16, 2), "the test")
+    facts = [{q.text[len("what is the ") : -1]: q.correct for q in p.questions} for p in pair]
+    shared = facts[0].keys() & facts[1].keys()
+    assert shared, "the charts are such that the rule matters"
+    drawn = draw_findings(pair, 4, 40, seed=1)
+    assert len({frozenset(q.parts) for q in drawn}) == 40
+    for question in drawn:
+        assert not question.parts.keys() & shared
+        own = [{f: v for f, v in question.parts.items() if f in chart} for chart in facts]
+        assert [len(parts) for parts in own] == [2, 2]
+        assert all(facts[i][f] == v for i in range(2) for f, v in own[i].items())
+    assert drawn[0].patients == ("patient_01", "patient_02")
+    assert drawn[0].id == "patient_01+patient_02/findings/0"
+    # The charts' fields are mixed: which chart has the first of a question varies.
+    assert len({next(iter(q.parts)) in facts[0] for q in drawn}) == 2
+    own_each = 16 - len(shared)
+    pairs = (own_each * (own_each - 1) // 2) ** 2
+    assert len(draw_findings(pair, 4, pairs, seed=1)) == pairs
+    with pytest.raises(DataError, match=rf"{pairs + 1} questions of 2 fields of each chart"):
+        draw_findings(pair, 4, pairs + 1, seed=1)
+
+
+def question(patient: str, text: str, number: int = 0) -> PatientQuestion:
+    return PatientQuestion(f"{patient}/{number}", patient, text, ("1", "2", "3", "4", "5"), "1")
+
+
+# The first 16 hex digits of `printf 'patient_01\nwhat is the sodium?' | sha256sum`, and so on.
+WORKED = [
+    ("patient_01", "what is the sodium?", "66df3a8b9e56d7be"),  # 0.402
+    ("patient_01", "what is the ecg?", "af2facc2649a43c7"),  # 0.684
+    ("patient_02", "what is the ecg?", "a6a83acb3391fd67"),  # 0.651
+    ("patient_03", "what is the surgeon?", "fec646486de81506"),  # 0.995
+    ("patient_20", "Welche Diagnose wurde gestellt? é", "11a56cbc8cd6a8d4"),  # 0.069, UTF-8
+    ("patient_04", "what is the pulse?", "9d54ab8c9dd6c667"),  # 0.615
+]
+
+
+@pytest.mark.parametrize(("patient", "text", "digest"), WORKED)
+def test_where_worked_questions_fall(patient: str, text: str, digest: str) -> None:
+    assert hashlib.sha256(f"{patient}\n{text}".encode()).hexdigest().startswith(digest)
+    place = Fraction(int(digest, 16), 2**64)
+    assert is_held_out(question(patient, text), float(place) + 1e-9)
+    assert not is_held_out(question(patient, text), float(place) - 1e-9)
+
+
+def test_the_split_of_a_quarter_a_half_and_two_thirds() -> None:
+    def held(share: float) -> list[bool]:
+        return [is_held_out(question(p, t), share) for p, t, _ in WORKED]
+
+    assert held(0.25) == [False, False, False, False, True, False]
+    assert held(0.5) == [True, False, False, False, True, False]
+    assert held(0.66) == [True, False, True, False, True, True]
+    assert held(1.0) == [True] * 6
+    assert held(0.0) == [False] * 6
+
+
+def test_only_patient_and_words_decide() -> None:
+    """Number, options and place in the file may change; the question stays on its side."""
+    patients = parse_patients(generate_clinic(0, 4, 20, 4), "clinic")
+    asked = [q for p in patients for q in p.questions]
+    side = {(q.patient, q.text): is_held_out(q, 0.5) for q in asked}
+    for i, q in enumerate(reversed(asked)):
+        moved = PatientQuestion(f"{q.patient}/{i}", q.patient, q.text, q.options[::-1], q.correct)
+        assert is_held_out(moved, 0.5) == side[q.patient, q.text]
+
+
+def test_more_patients_move_nothing_across() -> None:
+    few = parse_patients(generate_clinic(0, 2, 20, 4), "clinic")
+    many = parse_patients(generate_clinic(0, 9, 20, 4), "clinic")
+    held = {q.id for p in many for q in p.questions if is_held_out(q, 0.5)}
+    for patient in few:
+        for q in patient.questions:
+            assert (q.id in held) == is_held_out(q, 0.5)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.8])
+def test_the_share_is_about_what_was_asked_for(share: float) -> None:
+    """2000 hashed questions: within 0.05, which is over 4 standard deviations (0.0112 at 0.5)."""
+    held = [is_held_out(question("patient_01", f"question {i}?"), share) for i in range(2000)]
+    assert sum(held) / 2000 == pytest.approx(share, abs=0.05)
+
+
+@given(st.text(), st.text(), st.floats(0, 1), st.floats(0, 1))
+def test_raising_the_share_only_adds(patient: str, text: str, a: float, b: float) -> None:
+    low, high = sorted((a, b))
+    asked = question(patient, text)
+    assert is_held_out(asked, low) <= is_held_out(asked, high)

@@ -1,7 +1,8 @@
-"""BM25 over documents: scores worked by hand, ties, and what is never found."""
+"""Test retrieval and the tokens of contexts."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cartridge_forge.plugins.documents.corpus import context_tokens
 from cartridge_forge.plugins.documents.retrieval import Bm25Router, Choice, count_terms, terms_of
 from cartridge_forge.protocols.errors import DataError
 
@@ -122,3 +124,28 @@ def test_an_index_does_not_import_numba(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"},
     )  # fmt: skip
     assert done.stdout == "a\nimported "
+
+
+def test_the_config_states_its_positions(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
+    assert context_tokens(str(tmp_path)) == 2048  # of no type that transformers would know
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({"model_type": "llama"}, 2048),  # transformers' default for Llama
+        ({"model_type": "gpt2", "n_positions": 512}, 512),  # its name there
+        ({"model_type": "mamba"}, None),  # it has none
+    ],
+)
+def test_transformers_completes_a_config(
+    tmp_path: Path, config: dict[str, object], positions: int | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert context_tokens(str(tmp_path)) == positions
+
+
+def test_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no model at .*config\.json"):
+        context_tokens(str(tmp_path / "gone"))

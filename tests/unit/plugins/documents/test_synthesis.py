@@ -1,7 +1,8 @@
-"""Writing self-study: rows by hand, refused ones with reasons, resumed to the same file."""
+"""Test self-study: its spec, prompts, turns and rows."""
 
 import asyncio
 import json
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,16 @@ from cartridge_forge.learning.model.loading import load_tokenizer
 from cartridge_forge.plugins.documents.corpus import CorpusDocument, tokenised
 from cartridge_forge.plugins.documents.drafts import SynthesisPlan
 from cartridge_forge.plugins.documents.reading import UserDocument
-from cartridge_forge.plugins.documents.spec.documents import SelfStudySpec
+from cartridge_forge.plugins.documents.seed_prompts import (
+    NEXT_SEEDS,
+    PLAIN,
+    SEEDS,
+    asking,
+    asking_on,
+    plain_next_turn,
+    plain_turn,
+)
+from cartridge_forge.plugins.documents.spec.documents import SEED_KINDS, SelfStudySpec
 from cartridge_forge.plugins.documents.synthesis import (
     BATCH,
     items,
@@ -26,8 +36,18 @@ from cartridge_forge.plugins.documents.synthesis_rows import (
     from_dict,
     write_parquet,
 )
+from cartridge_forge.plugins.documents.text_turns import (
+    BLANK,
+    answers_in,
+    question_fault,
+    question_prompt,
+    quizzed,
+    text_turn,
+)
 from cartridge_forge.plugins.strategies.samplers.sampler import Ability, SampleRequest, SampleResult
-from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.errors import DataError, SpecError
+from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.protocols.spec.mesh import RunSpec
 
 ROOT = Path(__file__).resolve().parents[4]
 READER = str(ROOT / "models" / "clinic-reader")
@@ -364,3 +384,212 @@ def test_equal_weights_take_turns() -> None:
     study = SelfStudySpec()
     seeds = ["structuring", "summarization", "question", "use_case", "creative"]
     assert study.kinds(7) == [*seeds, *seeds[:2]]
+
+
+PASSAGE = "Salt was made here. The road is still called the Grey Lane.\nIt climbs to Tollard."
+
+
+def test_there_are_five_kinds_and_no_two_seeds_are_alike() -> None:
+    assert set(SEEDS) == set(PLAIN) == set(SEED_KINDS)
+    seeds = [seed for kind in SEEDS.values() for seed in kind]
+    assert len(set(seeds)) == len(seeds) == 10
+
+
+@pytest.mark.parametrize("kind", SEED_KINDS)
+def test_a_sees_the_passage_and_a_seed_of_its_kind(kind: str) -> None:
+    told = asking(PASSAGE, kind, random.Random("seeds"))
+    assert told.startswith(PASSAGE)
+    assert any(seed in told for seed in SEEDS[kind])
+    assert told == asking(PASSAGE, kind, random.Random("seeds"))
+
+
+@pytest.mark.parametrize("kind", SEED_KINDS)
+def test_a_plain_turn_quotes_the_passage(kind: str) -> None:
+    for seed in range(20):
+        cue = plain_turn(PASSAGE, kind, random.Random(seed)).split('"')[1]
+        assert cue
+        assert cue in PASSAGE
+    assert plain_turn("...", kind, random.Random(0))
+
+
+def test_a_sees_the_conversation_and_takes_up_its_last_answer() -> None:
+    history = (("Who made salt?", "Monks did."), ("Where?", "At Tollard."))
+    told = asking_on(PASSAGE, history, random.Random("seeds"))
+    passage, said, seed = told.split("\n\n---\n\n")
+    assert passage == PASSAGE
+    assert said == (
+        "User: Who made salt?\n\nAssistant: Monks did.\n\nUser: Where?\n\nAssistant: At Tollard."
+    )
+    assert any(seed.startswith(one) for one in NEXT_SEEDS)
+    drawn = {asking_on(PASSAGE, history, random.Random(i)) for i in range(40)}
+    assert len(drawn) == len(NEXT_SEEDS) == 3
+
+
+def test_a_plain_next_turn_quotes_the_answer() -> None:
+    for seed in range(20):
+        cue = plain_next_turn("Monks did. They sold it.", random.Random(seed)).split('"')[1]
+        assert cue in ("Monks did.", "They sold it.")
+
+
+ARTICLES = Path(__file__).resolve().parents[3] / "data" / "articles"
+SENTENCE = "In 1874 the Harrow Salt Company sold 42% of its pans because of the railway."
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return (ARTICLES / "kestrel.md").read_text()
+
+
+@pytest.mark.parametrize("number", range(30))
+def test_cue_and_answer_are_neighbours_in_the_text(text: str, number: int) -> None:
+    recited = text_turn("recite", text, random.Random(number))
+    assert recited is not None
+    start, stop = recited.chars
+    passage = text[start:stop]
+    cue = passage[: -len(recited.answer)].strip()
+    assert passage.endswith(recited.answer)
+    assert cue in recited.turn
+    assert 6 <= len(cue.split()) <= 14
+    assert 16 <= len(recited.answer.split()) <= 40
+
+    ended = text_turn("continue", text, random.Random(number))
+    assert ended is not None
+    sentence = text[slice(*ended.chars)]
+    assert sentence.endswith(ended.answer)
+    assert sentence[: -len(ended.answer)].strip() in ended.turn
+
+    asked = text_turn("cloze", text, random.Random(number))
+    assert asked is not None
+    turn = asked.answer.join(asked.turn.rsplit(BLANK, 1))
+    assert BLANK in asked.turn
+    assert text[slice(*asked.chars)] in turn or '" in the text' in turn
+
+    told = text_turn("paraphrase", text, random.Random(number))
+    assert told is not None
+    assert told.answer == ""
+
+
+def test_numbers_names_and_parts_of_a_sentence_can_be_left_out() -> None:
+    assert answers_in(SENTENCE) == [
+        "1874", "Harrow Salt Company", "42% of its pans", "its pans because of the railway",
+        "of the railway", "the railway",
+    ]  # fmt: skip
+
+
+def test_a_text_without_sentences_or_words_has_no_turn() -> None:
+    rng = random.Random(0)
+    for kind in ("recite", "continue", "cloze", "paraphrase"):
+        assert text_turn(kind, "salt", rng) is None
+    assert quizzed("salt", rng) is None
+
+
+def test_a_text_without_spaces_is_cut_between_characters() -> None:
+    found = text_turn("recite", "盐湖城的风景很美" * 20, random.Random(1))
+    assert found is not None
+    assert 16 <= len(found.answer) <= 40
+
+
+def test_a_question_is_asked_for_and_checked() -> None:
+    said = question_prompt(SENTENCE, "1874")
+    assert [m.role for m in said] == ["user", "assistant"] * 4 + ["user"]
+    assert said[-1].content.startswith(f"Text: {SENTENCE}\nAnswer: 1874\n")
+    assert question_fault("When were the pans sold?", "1874") is None
+    assert question_fault("The pans were sold.", "1874") == "no_question"
+    assert question_fault("Why?\nBecause?", "1874") == "no_question"
+    assert question_fault("What was sold in 1874?", "1874") == "answer_inside"
+
+
+DOCUMENTS_SPEC_ROOT = Path(__file__).parents[4]
+MESH = str(DOCUMENTS_SPEC_ROOT / "meshes" / "documents.yaml")
+CLINIC = str(DOCUMENTS_SPEC_ROOT / "meshes" / "longhealth.yaml")
+
+
+def loaded(*sets: str, mesh: str = MESH) -> RunSpec:
+    return load_spec(mesh, sets=sets).spec
+
+
+def test_the_shipped_mesh_has_its_roles_and_reads_back_equal() -> None:
+    spec = loaded("data.path=x", 'train.warm_start={"steps": 5}')
+    assert [name for name, _ in spec.roles] == ["generator", "doc_teacher", "trainer"]
+    assert RunSpec.model_validate(spec.as_dict()) == spec
+    assert spec.learn.self_study is not None
+
+
+def test_paths_start_where_they_were_written() -> None:
+    here = Path.cwd()
+    spec = loaded(
+        "data.path=[notes, /a/b.txt]", "data.questions=q.json", "self_study.rows=r/rows.jsonl"
+    ).learn
+    assert spec.data.path == f"{here}/notes:/a/b.txt"
+    assert spec.data.questions == f"{here}/q.json"
+    assert spec.self_study is not None
+    assert spec.self_study.rows == f"{here}/r/rows.jsonl"
+    one = loaded("data.path=some:thing.json", mesh=CLINIC).learn
+    assert one.data.path == f"{here}/some:thing.json"  # LongHealth's is one path
+
+
+API = '{"provider": "openai", "model": "m"}'
+
+
+def test_an_api_has_its_providers_usual_places() -> None:
+    study = loaded("data.path=x", f"self_study.api={API}").learn.self_study
+    assert study is not None
+    assert study.api is not None
+    assert study.api.base_url == "https://api.openai.com/v1"
+    assert study.api.key_env == "OPENAI_API_KEY"
+
+
+@pytest.mark.parametrize(
+    ("sets", "told"),
+    [
+        (("self_study=null",), r"self_study must be given with data.source documents"),
+        (("data.source=clinic", "data.path=null", "data.facts=3", "data.notes=1"),
+         r"source must be documents or longhealth with self_study"),
+        (("data.source=longhealth", "data.questions=q.json"),
+         "questions must be left out but with data.source documents"),
+        (("self_study.rounds=2",),
+         r"rounds must leave room for rollout.max_tokens \(64\) in train.row_tokens \(512\): so "
+         "many turns take up to 768 tokens"),
+        (("self_study.rounds=0",), "rounds must be >= 1: got 0"),
+        (("data.facts=3",), "facts must be left out with data.source documents"),
+        (("evaluate.sampled=true",), "must be left out with self_study"),
+        (("self_study.question_tokens=450",),
+         r"must be <= train.row_tokens \(512\) with rollout.max_tokens \(64\)"),
+        (("self_study.max_chunk=100",), r"max_chunk must be >= min_chunk \(512\)"),
+        (("self_study.mix={question: 0}",), "must give a kind a weight above 0"),
+        (("self_study.mix={quizz: 1}",), "quizz"),
+        (("self_study.scores=stored",), r"scores must be read without rows: .* self_study.rows"),
+        (("self_study.scores=stored", "self_study.rows=r", "teacher.top_k=full",
+          "loss.temperature=2"), r"temperature must be 1 with a top-k teacher"),
+        (("documents.encoding=klingon",), "must be an encoding that Python knows"),
+        (("objective.w_doc=0",), "warm_start must be left out without objective.w_doc"),
+        (('self_study.api={provider: openai, model: m, key_env: "sk-12 34"}',),
+         "must be the name of an environment variable"),
+        (('self_study.api={provider: openai, model: m, base_url: "https://u:p@h/v1"}',),
+         "must hold no user, password or query"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(sets: tuple[str, ...], told: str) -> None:
+    with pytest.raises(SpecError, match=told):
+        loaded("data.path=x", *sets)
+
+
+def test_questions_and_self_study_are_about_documents_alone() -> None:
+    with pytest.raises(SpecError, match=r"must be left out but with data.source documents"):
+        loaded("data.questions=q.json", mesh=CLINIC)
+    with pytest.raises(SpecError, match=r"source must be documents or longhealth with self_study"):
+        loaded("self_study.questions=4", mesh=CLINIC)
+    assert loaded("train.warm_start={steps: 5}", mesh=CLINIC).learn.train.warm_start
+
+
+def test_longhealth_may_be_studied_and_the_published_setting_is() -> None:
+    learn = loaded(mesh=str(DOCUMENTS_SPEC_ROOT / "meshes" / "longhealth_3b.yaml")).learn
+    assert learn.self_study is not None
+    assert (learn.data.source, learn.data.held_out, learn.data.patients) == ("longhealth", 1.0, 20)
+    assert "<answer>" in learn.data.instruction
+    three = learn.self_study.model_copy(update={"rounds": 3})
+    assert three.prompt_tokens == 3 * 256 + 2 * 512
+    with pytest.raises(SpecError, match=r"must be null but for patients without self_study"):
+        loaded(
+            "train.offline_texts=2", mesh=str(DOCUMENTS_SPEC_ROOT / "meshes" / "longhealth_3b.yaml")
+        )

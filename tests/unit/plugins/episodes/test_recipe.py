@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from desk_tasks import replayed
+from episode_setup import replayed
 
 from cartridge_forge.learning.model.loading import load_tokenizer
 from cartridge_forge.plugins.clinic.desk import (
@@ -24,7 +24,7 @@ from cartridge_forge.plugins.clinic.desk import (
     reply_in_shift,
 )
 from cartridge_forge.plugins.episodes.recipe import ToolEpisodesRecipe
-from cartridge_forge.plugins.episodes.task_sources.desk import DeskTasks
+from cartridge_forge.plugins.episodes.task_sources.environment import DeskTasks
 from cartridge_forge.plugins.replay.clinic_teachers import next_call
 from cartridge_forge.protocols.episodes import EnvironmentReply, EnvironmentRequest, Observation
 from cartridge_forge.protocols.errors import RunError, SpecError

@@ -1,22 +1,34 @@
-"""Comparing answers: values by hand, which runs are pooled, and what cannot be compared."""
+"""Test comparisons of arms, their own text and calibration."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
 from evaluation_setup import spec
 
 from cartridge_forge.forge_run.cli import forge
-from cartridge_forge.plugins.evaluate.comparison import (
+from cartridge_forge.learning.model.loading import load_model
+from cartridge_forge.plugins.evaluate.calibration import MachineRates, measure_rates
+from cartridge_forge.plugins.evaluate.compare import (
     AnswerSource,
     compare_groups,
     grouped,
     remarks,
+)
+from cartridge_forge.plugins.evaluate.own_text import (
+    FORMATS,
+    FormatPrompt,
+    WrittenText,
+    is_in,
+    summary,
+    whole_sentences,
 )
 from cartridge_forge.plugins.statistics.intervals import mean_interval
 from cartridge_forge.protocols.errors import DataError
@@ -197,3 +209,100 @@ def test_runs_are_pooled_over_data_and_seeds_but_not_over_settings(
     (one,) = told["comparisons"]
     assert (one["n"], one["documents"]) == (6, 2)
     assert one["difference"] == pytest.approx(1 / 3)
+
+
+DOCUMENT = "The sodium is 41 mmol. The patient, who is 63, was seen on Monday. All is well."
+
+
+def written(
+    text: str, own: list[float], teacher: list[float], *, sampled: bool = True, ended: bool = True
+) -> WrittenText:
+    """A text of tokens with these probabilities; a token is the teacher's likeliest above 1/2."""
+    return WrittenText(
+        text=text, document=DOCUMENT, logprobs=tuple(map(math.log, own)),
+        teacher_logprobs=tuple(map(math.log, teacher)), matches=tuple(p > 0.5 for p in teacher),
+        ended=ended, sampled=sampled,
+    )  # fmt: skip
+
+
+def test_measures_of_sampled_texts_are_those_worked_by_hand() -> None:
+    first = written("The sodium is 41 mmol. The sodium is 40 mmol.", [0.5, 0.8], [0.25, 0.9])
+    second = written("all is well", [0.4, 0.5, 0.5, 0.5], [0.8, 0.04, 0.5, 0.25], ended=False)
+    one = summary([first, second])
+    # min(1, T/S): 1/2, 1, then 1, 0.08, 1, 1/2.
+    assert one["accepted"] == pytest.approx((0.5 + 1 + 1 + 0.08 + 1 + 0.5) / 6)
+    kl = [
+        math.log(s / t)
+        for s, t in ((0.5, 0.25), (0.8, 0.9), (0.4, 0.8), (0.5, 0.04), (1, 1), (2, 1))
+    ]
+    assert one["kl"] == pytest.approx(sum(kl) / 6)
+    assert one["teacher_nll"] == pytest.approx(-math.log(0.25 * 0.9 * 0.8 * 0.04 * 0.5 * 0.25) / 6)
+    assert one["until_refused"] == (2 + 1) / 6  # the second text's second token has 0.04
+    assert (one["tokens"], one["sentences"]) == (6, 2)  # the second text was cut in its only one
+    assert one["precision"] == 0.5
+
+
+def test_of_greedy_texts_the_teachers_likeliest_tokens_count() -> None:
+    one = summary(
+        [written("All is well.", [0.9, 0.9, 0.9, 0.9], [0.9, 0.6, 0.4, 0.3], sampled=False)]
+    )
+    assert (one["accepted"], one["kl"], one["precision"]) == (0.5, None, 1.0)
+    assert one["until_refused"] == 1.0
+
+
+def test_a_sentence_is_whole_and_stands_in_the_document_word_by_word() -> None:
+    text = "One is here. Two is cut"
+    assert whole_sentences(text, False, DOCUMENT) == ["One is here."]
+    assert whole_sentences(text, True, DOCUMENT) == ["One is here.", "Two is cut"]
+    assert whole_sentences("...", True, DOCUMENT) == []
+    lower = "sodium 4.5 mmol. glucose 7 mmol. all"
+    assert whole_sentences(lower, False, DOCUMENT) == []
+    assert whole_sentences(lower, False, "a is b. c is d.") == [
+        "sodium 4.5 mmol.",
+        "glucose 7 mmol.",
+    ]
+    assert is_in("the patient who is 63 WAS seen on Monday.", DOCUMENT)
+    assert not is_in("The sodium is 4", DOCUMENT)  # 41 is another word
+    assert not is_in("The patient was seen on Monday.", DOCUMENT)
+    assert is_in("肺部没有异常。", "今天检查。肺部没有异常。心脏正常。")
+
+
+OBEYS = {
+    "one_word": (["Blue.", "red"], ["", "It is blue."]),
+    "yes_or_no": (["Yes", "no."], ["Yes, it is.", ""]),
+    "five_words": (["Deep, wide, blue water."], ["The sea is deep, wide and blue.", " "]),
+    "bullets": (["- apple\n- pear\n- fig"], ["- apple\n- pear", "Fruits:\n- a\n- b\n- c"]),
+    "numbered": (["1. It helps.\n2) It is fun."], ["1. It helps. 2. It is fun.", "2. a\n1. b"]),
+    "upper": (["HELLO, MY FRIEND!"], ["Hello", "!!"]),
+    "json": (['{"city": "Paris", "country": "France"}'], ['{"city": "Paris"}', "[1]", "Paris"]),
+    "ends_with": (["Good night under the moon."], ["The moon says good night."]),
+    "begins_with": (["Water falls."], ["It is water.", ""]),
+    "integers": (["1, 2, 3, 4"], ["1 2 3 4", "1, 2, 3", "1, 2, 3, 4 are the numbers"]),
+    "quoted": (['"Haste makes waste."'], ['He said "haste".', '"', ""]),
+    "two_lines": (["Snow falls\n\nall day"], ["Snow falls all day", "a\nb\nc"]),
+}
+
+
+@pytest.mark.parametrize("prompt", FORMATS, ids=lambda prompt: prompt.id)
+def test_a_form_is_obeyed_or_not(prompt: FormatPrompt) -> None:
+    good, bad = OBEYS[prompt.id]
+    assert all(map(prompt.obeys, good))
+    assert not any(map(prompt.obeys, bad))
+
+
+READER = Path(__file__).parents[4] / "models" / "clinic-reader"
+
+
+def test_rates_are_tokens_over_seconds() -> None:
+    """The trial reads 32 tokens in a second, so a part of 2 s reads 64; a third of 2 s of 64 trains
+    42; four rows write six tokens each. Every one takes a second here."""
+    ticks = count()
+    found = measure_rates(load_model(str(READER)), 4, 8, clock=lambda: float(next(ticks)))
+    assert found == MachineRates(forward=64.0, backward=42.0, decode=24.0)
+    assert next(ticks) == 8  # four measurements, two readings each
+
+
+def test_a_slow_machine_is_measured_by_few_tokens() -> None:
+    ticks = count(step=1000)
+    found = measure_rates(load_model(str(READER)), 1, 8, clock=lambda: float(next(ticks)))
+    assert found == MachineRates(forward=0.032, backward=0.032, decode=0.006)

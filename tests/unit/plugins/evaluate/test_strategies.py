@@ -11,9 +11,13 @@ import pytest
 
 from cartridge_forge.plugins.clinic.findings import FindingsQuestion
 from cartridge_forge.plugins.clinic.text import Patient
-from cartridge_forge.plugins.evaluate.frontier_questions import FrontierQuestion, findings_answer
 from cartridge_forge.plugins.evaluate.spec import FrontierArm, FrontierSpec
-from cartridge_forge.plugins.evaluate.strategies import ArmRow, compare
+from cartridge_forge.plugins.evaluate.strategies import (
+    ArmRow,
+    FrontierQuestion,
+    compare,
+    findings_answer,
+)
 from cartridge_forge.plugins.statistics.intervals import student_t95, wilson_interval
 from cartridge_forge.plugins.strategies.catalog import parse
 from cartridge_forge.plugins.strategies.samplers.sampler import (

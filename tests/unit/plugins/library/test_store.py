@@ -1,4 +1,4 @@
-"""The library: what is let in, what is refused and why, numbers that are never used again."""
+"""Test the library of cartridges: names, versions, tags and terms."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from format_setup import checkpoint_of
+from format_setup import checkpoint_of, wards
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from cartridge_forge.learning.checkpoint import write_checkpoint
 from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo, config_hash
 from cartridge_forge.plugins.library.formats.forge import FILE, MANIFEST
-from cartridge_forge.plugins.library.importing import add_from_run
-from cartridge_forge.plugins.library.names import CartridgeName
-from cartridge_forge.plugins.library.store import INCOMING, CartridgeStore
-from cartridge_forge.plugins.library.terms import write_terms
+from cartridge_forge.plugins.library.names import (
+    CartridgeName,
+    ModelName,
+    parse_cartridge,
+    parse_model,
+)
+from cartridge_forge.plugins.library.store import INCOMING, CartridgeStore, add_from_run
+from cartridge_forge.plugins.library.terms import read_terms, write_terms
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import sha256_of
 from cartridge_forge.protocols.records.run_files import TERMS
@@ -224,3 +230,122 @@ def test_a_file_that_comes_in_is_kept_whatever_the_clock_says(library: Cartridge
         save_file({"kv": kv()}, file)
         assert library.add("p1", file, {"by": "test"}).key == ("p1", 1)
     assert not any((library.directory / INCOMING).iterdir())
+
+
+@given(st.text(max_size=40))
+def test_whatever_parses_is_written_back_to_the_same(text: str) -> None:
+    try:
+        model = parse_model(text)
+    except ValueError:
+        return
+    assert parse_model(str(model)) == model
+
+
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        ("clinic-reader", ModelName("clinic-reader")),
+        ("org/model-3B+p@latest", ModelName("org/model-3B", CartridgeName("p"))),
+        ("m+patient_01@3:rsa", ModelName("m", CartridgeName("patient_01", 3), "rsa")),
+        ("m:self_consistency", ModelName("m", None, "self_consistency")),
+    ],
+)
+def test_examples(text: str, model: ModelName) -> None:
+    assert parse_model(text) == model
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "+p", "m+", "m+p@", "m+p@0", "m+p@03", "m+p@-1", "m+../x", "m:", "m:A", "m+p@1@2", "m\n"],
+)
+def test_no_names(text: str) -> None:
+    with pytest.raises(ValueError, match="is no model name"):
+        parse_model(text)
+
+
+def test_a_cartridge_never_leads_out_of_its_directory() -> None:
+    for text in ("../x", "/etc", ".hidden", "a/b", "a\\b", ""):
+        with pytest.raises(ValueError, match="is no cartridge"):
+            parse_cartridge(text)
+
+
+@pytest.fixture
+def tags_library(tmp_path: Path) -> CartridgeStore:
+    return wards(tmp_path)
+
+
+def test_a_tag_is_a_version_until_it_is_another(tags_library: CartridgeStore) -> None:
+    tags_library.tag(CartridgeName("ward", 2), "best")
+    tags_library.tag(CartridgeName("ward"), "candidate")
+    assert tags_library.tags("ward") == {"best": 2, "candidate": 5}
+    assert tags_library.get(parse_cartridge("ward@best")).key == ("ward", 2)
+    assert tags_library.get(tags_library.named("ward@best")).key == ("ward", 2)
+    tags_library.tag(CartridgeName("ward", tag="candidate"), "best")
+    assert tags_library.get(parse_cartridge("ward@best")).key == ("ward", 5)
+    assert tags_library.get(parse_cartridge("ward@latest")).key == ("ward", 5)
+    tags_library.untag("ward", "candidate")
+    assert tags_library.tags("ward") == {"best": 5}
+    assert tags_library.versions("ward") == [1, 2, 3, 4, 5]
+    assert (
+        tags_library.tags("desk") == tags_library.tags("nobody") == tags_library.tags("../x") == {}
+    )
+
+
+def test_a_tag_goes_with_its_version(tags_library: CartridgeStore) -> None:
+    tags_library.tag(CartridgeName("ward", 2), "best")
+    tags_library.drop("ward", 2)
+    assert tags_library.tags("ward") == {}
+    with pytest.raises(DataError, match="ward has no tag best; it has none"):
+        tags_library.get(parse_cartridge("ward@best"))
+
+
+def test_names_with_tags_parse_to_themselves() -> None:
+    for text in ("reader+ward@best", "reader+ward@v1.2-rc:rsa", "reader+ward@best:best_of_n"):
+        assert str(parse_model(text)) == text
+    assert parse_cartridge("ward@latest") == CartridgeName("ward")
+    assert parse_cartridge("ward@3") == CartridgeName("ward", 3)
+    for text in ("ward@", "ward@3x", "ward@-x", "ward@best@3", "ward@a b"):
+        with pytest.raises(ValueError, match="is no cartridge"):
+            parse_cartridge(text)
+
+
+def test_the_newest_and_the_tagged_are_kept(tags_library: CartridgeStore) -> None:
+    tags_library.tag(CartridgeName("ward", 1), "best")
+    assert tags_library.prunable("ward", 2) == [2, 3]
+    assert tags_library.prunable("ward", 5) == []
+    assert tags_library.prunable("desk", 1) == []
+    assert tags_library.prunable("nobody", 1) == []
+    with pytest.raises(DataError, match="at least 1 version"):
+        tags_library.prunable("ward", 0)
+
+
+WORDS = {"salt": [{"größe": 2, "a": 1}, {"tide": 3}], "reef": [{}]}
+
+
+def test_terms_come_back_as_written(tmp_path: Path) -> None:
+    file = tmp_path / TERMS
+    write_terms(file, WORDS)
+    assert read_terms(file) == WORDS
+    assert read_terms(tmp_path / "none") == {}
+    write_terms(tmp_path / "again", dict(reversed(WORDS.items())))
+    assert (tmp_path / "again").read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"schema": 2}', '{"schema": 1, "terms": {}, "sha256": "x"}']
+)
+def test_a_file_of_another_shape_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / TERMS
+    file.write_text(content)
+    with pytest.raises(DataError, match=r"no readable words .*forge cartridges words"):
+        read_terms(file)
+
+
+def test_a_count_that_was_changed_is_found(tmp_path: Path) -> None:
+    file = tmp_path / TERMS
+    write_terms(file, WORDS)
+    plain = json.loads(file.read_text())
+    plain["terms"]["salt"][1]["tide"] = 4
+    file.write_text(json.dumps(plain))
+    with pytest.raises(DataError, match="its own checksum"):
+        read_terms(file)

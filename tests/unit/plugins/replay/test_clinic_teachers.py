@@ -6,7 +6,7 @@ import json
 import random
 
 import pytest
-from desk_tasks import replayed
+from episode_setup import replayed
 
 from cartridge_forge.plugins.clinic.desk import TOOLS, call_text, draw_case, draw_desk
 from cartridge_forge.plugins.replay.actions import canonical

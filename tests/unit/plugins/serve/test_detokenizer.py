@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cartridge_forge.plugins.serve.detokenizer import Detokenizer, StopFilter, TextPiece
+from cartridge_forge.protocols.ports import TokenChunk
 from cartridge_forge.protocols.step import Completion
-from cartridge_forge.protocols.streams import TokenChunk
 
 END = 256
 

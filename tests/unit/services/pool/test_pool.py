@@ -20,9 +20,9 @@ from cartridge_forge.protocols.errors import (
     RunError,
     StaleTokenError,
 )
+from cartridge_forge.protocols.ports import TraceSpan
 from cartridge_forge.protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus
 from cartridge_forge.protocols.step import TimedReply
-from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.pool.health import silent
 from cartridge_forge.services.pool.pool import Pool, Replica, gather
 

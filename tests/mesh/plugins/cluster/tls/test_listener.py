@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from cartridge_forge.plugins.cluster.tls.certificates import certificates
 from cartridge_forge.plugins.cluster.tls.identity import read_identity
 from cartridge_forge.plugins.cluster.tls.listener import MOST_CONNECTIONS
-from cartridge_forge.plugins.watch.telemetry.metrics_server import MetricsServer
+from cartridge_forge.plugins.watch.telemetry.prometheus import MetricsServer
 
 SENT = {
     "nothing": b"",

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from cartridge_forge.plugins.documents.rows.hub import of_split, split_files
-from cartridge_forge.plugins.documents.rows.reading import read_row_set
+from cartridge_forge.plugins.documents.rows.reading import of_split, read_row_set, split_files
 from cartridge_forge.plugins.documents.spec.rows import RowsSpec
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.learn import LearnSpec

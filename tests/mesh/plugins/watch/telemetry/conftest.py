@@ -1,3 +1,3 @@
 """The fixtures that the tests of this folder share."""
 
-from rooms.services.prometheus_setup import sink, told  # noqa: F401
+from rooms.services.sinks_setup import sink, told  # noqa: F401

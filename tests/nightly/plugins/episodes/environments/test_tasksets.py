@@ -11,7 +11,7 @@ from cartridge_forge.plugins.episodes.environments.verifiers.stepped import Task
 from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import PYTHON
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.episodes.spec.problems import ProblemsSpec
-from cartridge_forge.plugins.strategies.rsa.records import JudgedCandidate
+from cartridge_forge.plugins.strategies.rsa.populations import JudgedCandidate
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation, Task
 from cartridge_forge.protocols.errors import DataError
 

@@ -14,8 +14,8 @@ from cartridge_forge.forge_run.cli import forge, parsed_elsewhere
 from cartridge_forge.forge_run.commands.k8s import render
 from cartridge_forge.plugins.cluster.checks.check import check_objects
 from cartridge_forge.plugins.cluster.checks.findings import Manifest
-from cartridge_forge.plugins.cluster.manifests.model_volume import ModelVolume, model_volume
 from cartridge_forge.plugins.cluster.manifests.overlays import build, targets
+from cartridge_forge.plugins.cluster.manifests.volumes import ModelVolume, model_volume
 from cartridge_forge.plugins.cluster.spec import DeploymentSpec, ModelSourceSpec
 from cartridge_forge.protocols.errors import DataError, SpecError
 from cartridge_forge.protocols.spec.loading import load_file

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.episodes.task_sources.base import PRIMER_TEXT
 from cartridge_forge.plugins.episodes.task_sources.environment import (
     EnvironmentTasks,
     document_of,
     turns_by_weight,
 )
-from cartridge_forge.plugins.episodes.task_sources.primer import PRIMER_TEXT
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.loading import load_spec

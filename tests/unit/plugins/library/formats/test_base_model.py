@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from format_setup import ROPE, cartridge, write
-from logits_setup import READER, trained
+from format_setup import READER, ROPE, cartridge, trained, write
 
 from cartridge_forge.learning.model.loading import base_hash, load_model
 from cartridge_forge.plugins.library.formats.base_model import (
@@ -22,8 +21,7 @@ from cartridge_forge.plugins.library.formats.base_model import (
     rope_of,
 )
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile, Provenance
-from cartridge_forge.plugins.library.formats.convert import read
-from cartridge_forge.plugins.library.formats.diff import changes, differences, norms
+from cartridge_forge.plugins.library.formats.convert import changes, differences, norms, read
 from cartridge_forge.protocols.errors import DataError
 
 BASE = BaseModelInfo(2, 2, 4, 64, "c" * 64, ROPE, "models/some")

@@ -14,6 +14,7 @@ from cartridge_forge.learning.cartridge import composed, fingerprint
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.plugins.serve.engine.engine import PassError, TorchEngine
 from cartridge_forge.protocols.errors import DataError, PublishError
+from cartridge_forge.protocols.ports import TokenChunk
 from cartridge_forge.protocols.step import (
     Completion,
     GenerateRequest,
@@ -22,7 +23,6 @@ from cartridge_forge.protocols.step import (
     StopCondition,
     composed_ref,
 )
-from cartridge_forge.protocols.streams import TokenChunk
 
 if TYPE_CHECKING:
     from twins import Twin

@@ -15,8 +15,8 @@ from torch import Tensor
 from cartridge_forge.learning.cartridge import CartridgeId
 from cartridge_forge.plugins.serve.engine.engine_thread import EngineDied, EngineThread
 from cartridge_forge.protocols.errors import DataError, PublishError
+from cartridge_forge.protocols.ports import TokenChunk
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef, Sampling
-from cartridge_forge.protocols.streams import TokenChunk
 
 KV = torch.zeros(1, 2, 1, 1, 1)
 SOON = 60.0

@@ -26,8 +26,8 @@ from rooms.forge_run.control_setup import REPOSITORY, new_run
 from cartridge_forge.forge_run.cli import forge
 from cartridge_forge.plugins.cluster.tls.certificates import certificates
 from cartridge_forge.plugins.watch.commands import control_client
+from cartridge_forge.plugins.watch.commands.control import status_view
 from cartridge_forge.plugins.watch.commands.control_client import ControlClient, ControlTarget
-from cartridge_forge.plugins.watch.commands.status_view import status_view
 from cartridge_forge.plugins.watch.control.endpoints import (
     Endpoints,
     find_run,

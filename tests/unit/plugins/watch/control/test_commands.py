@@ -15,10 +15,10 @@ from cartridge_forge.plugins.watch.control import commands as helm_module
 from cartridge_forge.plugins.watch.control.commands import RunCommands
 from cartridge_forge.protocols.errors import RunError, SpecError, StopRequested
 from cartridge_forge.protocols.files import read_rows
+from cartridge_forge.protocols.ports import TraceSpan
 from cartridge_forge.protocols.records.run_files import MetricRow
 from cartridge_forge.protocols.records.status import RunStatus
 from cartridge_forge.protocols.spec.services import AutoscaleSpec
-from cartridge_forge.protocols.streams import TraceSpan
 from cartridge_forge.services.pool.pool import Pool
 from cartridge_forge.services.run_directory import RunDirectory
 from cartridge_forge.services.run_log import RunLog
