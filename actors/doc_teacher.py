@@ -23,6 +23,7 @@ from cartridge_forge.learning.teacher import (
     score_kept,
 )
 from cartridge_forge.learning.verified.rows import VerifiedRows
+from cartridge_forge.protocols.spec.sections import WHOLE_VOCABULARY
 from cartridge_forge.protocols.step import (
     Sample,
     ScoreOutput,
@@ -49,9 +50,12 @@ class DocTeacherActor(ModelActor):
         keep_top: int | None,
         keep_sampled: bool = False,
         silent_s: float = 60.0,
+        student_top: int = 0,
     ) -> None:
         """Send `keep_top` entries a token, or all logits for None. With `keep_sampled` also send
-        the sampled token's own log-probability. A rank waits at most `silent_s` for another."""
+        the sampled token's own log-probability, with `student_top` so many further entries, the
+        student's likeliest among them; of a small vocabulary then all logits. A rank waits at most
+        `silent_s` for another."""
         rank_place = RankPlace.here()
         device = claim_device(base.device, rank_place.rank)
         load_device = (
@@ -69,7 +73,11 @@ class DocTeacherActor(ModelActor):
         if self._ranks.leads:
             rank_place.left()
         self._row_tokens = row_tokens
-        self._keep_top, self._keep_sampled = keep_top, keep_sampled
+        is_small = student_top > 0 and self._model.vocabulary <= WHOLE_VOCABULARY
+        self._keep_top = None if is_small else keep_top
+        # The least of a union's entries is no bound for a token outside it.
+        self._keep_sampled = keep_sampled or student_top > 0
+        self._student_top = student_top
         self._documents = base.document_cache(
             partial(own_document_kv, self._model),
             host_spill(self._model.device, base.host_kv_bytes),
@@ -84,7 +92,7 @@ class DocTeacherActor(ModelActor):
             prefixes = contexts_of(samples, self._documents)
             tensors = score_kept(
                 self._model, samples, prefixes, self._row_tokens, self._keep_top,
-                keep_sampled=self._keep_sampled, prefix=context_of,
+                keep_sampled=self._keep_sampled, student_top=self._student_top, prefix=context_of,
             )  # fmt: skip
         seconds = time.perf_counter() - start
         self._freed.give_back()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import shutil
 from collections import OrderedDict
@@ -308,13 +309,16 @@ def score_kept(
     keep_top: int | None,
     *,
     keep_sampled: bool = False,
+    student_top: int = 0,
     prefix: Callable[[Sample], str] = cartridge_of,
 ) -> dict[str, Tensor]:
     """Return the tensors to store of `score_over`'s logits: the top entries of each token, or all
     for None. `TeacherDistribution(**score_kept(...))` reads them. For top
     entries at most LOGIT_BYTES of logits exist at a time. With `keep_sampled` the response tokens'
-    own log-probabilities are kept too, which may lie outside the top entries. On a CPU parts of the
-    samples are scored beside each other (`learning.ranks`)."""
+    own log-probabilities are kept too, which may lie outside the top entries. With `student_top`
+    that many further entries of each token are kept, the student's likeliest among them
+    (`Sample.likely`). On a CPU parts of the samples are scored beside each other
+    (`learning.ranks`)."""
     lengths = [tokens_of(s) for s in samples]
     passes = passes_beside(model, sum(lengths))
 
@@ -323,10 +327,13 @@ def score_kept(
         if keep_top is None:
             return TeacherDistribution(score_over(model, chosen, prefixes, row_tokens, prefix))
         tokens = _scored(model, chosen, prefixes, row_tokens, most, prefix)
+        likely = likely_of(chosen, student_top) if student_top else None  # [n, k]
 
         def reduced(logits: Tensor, span: slice) -> tuple[Tensor, ...]:
             sampled = (token_logprobs(logits, tokens.targets[span]),) if keep_sampled else ()
-            return *top_k(logits, keep_top), *sampled
+            if likely is None:
+                return *top_k(logits, keep_top), *sampled
+            return *top_k_with(logits, keep_top, likely[span]), *sampled
 
         return TeacherDistribution(None, *tokens.read(slice(None), reduced))
 
@@ -374,11 +381,47 @@ def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return top.indices.int(), top.values
 
 
+NO_TOKEN = -1  # in the place of an id, where a text comes without the student's likeliest tokens
+
+
+def likely_of(samples: Sequence[Sample], count: int) -> Tensor:
+    """Return the student's likeliest tokens at each response token, [N, count]; NO_TOKEN for those
+    that are not known, as in text that the student did not write. Raises DataError for a sample
+    that has them at some of its tokens alone."""
+    rows: list[tuple[int, ...]] = []
+    for s in samples:
+        if s.likely and len(s.likely) != len(s.response_ids):
+            raise DataError(
+                f"sample {s.id} has {len(s.response_ids)} tokens and the student's likeliest at "
+                f"{len(s.likely)} of them; give them at each, or none"
+            )
+        rows += s.likely or ((),) * len(s.response_ids)
+    padded = [(*row[:count], *(NO_TOKEN,) * (count - len(row))) for row in rows]
+    return torch.tensor(padded, dtype=torch.long).view(len(rows), count)
+
+
+def top_k_with(logits: Tensor, k: int, likely: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `top_k` of a union: of k + j different tokens, those of `likely` [N, j] and else the
+    most likely by the logits [N, V], so that their top k are among them. NO_TOKEN in `likely`
+    leaves its place to these. All tokens for a vocabulary that is smaller."""
+    logprobs = F.log_softmax(logits.float(), dim=-1)
+    vocabulary = logprobs.shape[-1]
+    marks = torch.zeros(len(logprobs), vocabulary + 1, dtype=torch.bool, device=logprobs.device)
+    at = likely.to(logprobs.device)
+    marks.scatter_(-1, torch.where(at == NO_TOKEN, vocabulary, at), True)
+    ranked = logprobs.masked_fill(marks[:, :vocabulary], math.inf)
+    indices = ranked.topk(min(k + likely.shape[-1], vocabulary), dim=-1).indices
+    values = logprobs.gather(-1, indices)
+    order = values.argsort(dim=-1, descending=True, stable=True)
+    return indices.gather(-1, order).int(), values.gather(-1, order)
+
+
 @dataclass(frozen=True)
 class TeacherDistribution:
     """Hold the teacher's distribution at N response tokens: `logits` [N, V], or its top k
-    (`indices`, `logprobs` [N, k], log-probabilities under the whole vocabulary). `sampled` [N] is
-    the response token's own, where it was asked for."""
+    (`indices`, `logprobs` [N, k], log-probabilities under the whole vocabulary), those of a union
+    with the student's where it tells these. `sampled` [N] is the response token's own, where it was
+    asked for."""
 
     logits: Tensor | None = None
     indices: Tensor | None = None

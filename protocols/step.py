@@ -206,8 +206,9 @@ class Sample:
     response that the document teacher wrote (offline), versions are -1. `composed` are the
     cartridges before the prompt, in order, where there were more than `cartridge`:
     ("patient_02", "patient_01"). `taught` are the indices of the tokens that the teacher drew in a
-    verified rollout, as in `Completion`. Those of the indices `masked`
-    carry no loss.
+    verified rollout, as in `Completion`; `verified` says that it is of one. Those of the indices
+    `masked` carry no loss. `likely` are the student's likeliest tokens at each response token, for
+    which the document teacher tells its log-probabilities too, () where it need not.
     """
 
     id: str
@@ -221,6 +222,8 @@ class Sample:
     prompt: str = ""
     taught: tuple[int, ...] = ()
     masked: tuple[int, ...] = ()
+    verified: bool = False
+    likely: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -327,7 +330,8 @@ class ScoreOutput(TimedReply):
     """Carry a teacher's reply: its distributions over every response token, in sample order.
 
     The packet holds "indices" [N, k] int32 and "logprobs" [N, k] float32 (the teacher's top k at
-    each of the N response tokens, most likely first), or "logits" [N, V] float32. `documents` are
+    each of the N response tokens, with the student's where it tells these too, most likely first),
+    or "logits" [N, V] float32. `documents` are
     the document KV look-ups that scoring took. `served` maps the cartridges that were read to their
     fingerprints, as in `Completion`.
     """

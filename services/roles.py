@@ -77,7 +77,10 @@ def role_arguments(
     top = None if learn.teacher.top_k == "full" else learn.teacher.top_k
     if name == "doc_teacher":
         asks_document = learn.objective.asks_document
-        return (base, learn.train.row_tokens, top, asks_document, spec.mesh.call_timeout_s)
+        return (
+            base, learn.train.row_tokens, top, asks_document, spec.mesh.call_timeout_s,
+            learn.teacher.student_top,
+        )  # fmt: skip
     if name == HINTED_TEACHER:
         return (base, learn.train.row_tokens, top, learn.train.staleness + 2)
     if name != "trainer":

@@ -163,7 +163,7 @@ def as_rollout(
 ) -> Rollout:
     """Return a step's completions as a Rollout; text that the teacher wrote carries no version."""
     samples = [as_sample(p, c, offline) for p, c in zip(prompts, completions, strict=True)]
-    return Rollout(step, tuple(prompts), tuple(completions), samples)
+    return Rollout(step, tuple(prompts), without_likeliest(completions), samples)
 
 
 def as_sample(prompt: StudyPrompt, completion: Completion, offline: bool = False) -> Sample:
@@ -179,7 +179,18 @@ def as_sample(prompt: StudyPrompt, completion: Completion, offline: bool = False
         contexts=prompt.contexts,
         prompt=prompt.prompt,
         taught=completion.taught,
+        likely=() if offline else tuple(tuple(t for t, _ in at) for at in completion.top_logprobs),
     )
+
+
+def without_likeliest(completions: Iterable[Completion]) -> tuple[Completion, ...]:
+    """Return the completions as a rollout keeps them: the likeliest tokens stand in its samples."""
+    return tuple(replace(c, top_logprobs=(), prompt_top_logprobs=()) for c in completions)
+
+
+def with_likeliest(prompts: Sequence[StudyPrompt], count: int) -> list[StudyPrompt]:
+    """Return the prompts, whose responses come with the student's `count` likeliest tokens."""
+    return [replace(p, request=replace(p.request, top_logprobs=count)) for p in prompts]
 
 
 def refill_counts(wanted: int, sampled: int, used: int) -> dict[str, int]:
@@ -278,7 +289,11 @@ def _named(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
+    return {k: _tuple(v) if isinstance(v, list) else v for k, v in record.items()}
+
+
+def _tuple(values: list[Any]) -> tuple[Any, ...]:
+    return tuple(_tuple(v) if isinstance(v, list) else v for v in values)
 
 
 def with_composition(

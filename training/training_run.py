@@ -59,6 +59,7 @@ from cartridge_forge.training.records import (
     work_time,
 )
 from cartridge_forge.training.scoring import TeacherScoring, score_key, train_scored
+from cartridge_forge.training.step_warnings import step_warnings
 from cartridge_forge.training.weight_sync import Canary, WeightSync
 
 
@@ -168,7 +169,7 @@ class TrainingRun:
         self._recovered = False  # from the trainer's last state
         self._begun_arm = False
         self._scores_full = False
-        self._warned = False  # of a rollout
+        self._warned: set[str] = set()  # kinds of warnings, each of which is given once
 
     # -- the arms -------------------------------------------------------------------------------
 
@@ -317,9 +318,13 @@ class TrainingRun:
         )  # fmt: skip
         self._recipe.record(record.rollout, arm, step, self._directory)
         self._keep_token_scores(arm, step, output.token_scores)
-        if not self._warned and (warning := self._recipe.warning(record.rollout)):
-            self._warned = True
-            self._warn(f"step {step}: {warning}")
+        warnings = step_warnings(self._learn, output)
+        if text := self._recipe.warning(record.rollout):
+            warnings["rollout"] = text
+        for kind, text in warnings.items():
+            if kind not in self._warned:
+                self._warned.add(kind)
+                self._warn(f"step {step}: {text}")
         every = self._learn.evaluate.probe_every
         if arm == "on_policy" and every and step % every == 0:
             self._validation.hold(row)

@@ -20,6 +20,7 @@ Sources: Eyuboglu et al. 2025 (cartridges); Agarwal et al. 2024 (generalised JSD
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -28,12 +29,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cartridge_forge.learning.batch import ChunkedLogits, Item, MicroBatch
+from cartridge_forge.learning.batch import ChunkedLogits, Item, MicroBatch, token_values
 from cartridge_forge.learning.losses.channel import LossChannel, LossTerm, check_scores, counted
 from cartridge_forge.learning.teacher import TeacherDistribution
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.sections import LossSpec, ObjectiveSpec
-from cartridge_forge.protocols.step import Sample, TrainBatch
+from cartridge_forge.protocols.spec.sections import REFUSED, LossSpec, ObjectiveSpec
+from cartridge_forge.protocols.step import OFFLINE_VERSION, Sample, TrainBatch
 
 IMPOSSIBLE = float("-inf")  # the log-probability of an outcome that a side rules out
 UNRESOLVED = 1e-7  # float32 log-probabilities cannot tell a smaller rest of the mass from rounding
@@ -77,13 +78,85 @@ class DocKL(LossChannel):
     def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
         tokens = micro.tokens[self.name]
         teacher = micro.batch.scores["doc_teacher"].rows(tokens.rows)
-        (kl,) = logits.read(
-            tokens.at,
-            lambda chunk, span: (doc_kl_tokens(chunk, teacher.rows(span), self.spec),),
+        kl, *masses = logits.read(
+            tokens.at, lambda chunk, span: _read(chunk, teacher.rows(span), self.spec)
         )
+        targets = logits.targets[tokens.at]  # [n]
+        tokens_behind = refused_before(_by_sample(tokens.items, micro.batch.doc), teacher, targets)
         return LossTerm(
-            kl, teacher.tokens * _counted_as(teacher, self.spec), len(kl), owners=tokens.owners
-        )
+            kl, teacher.tokens * _counted_as(teacher, self.spec), len(kl), owners=tokens.owners,
+            facts={"student_mass": masses[0].sum()} if masses else {},
+            shares={"after_refusal": (torch.tensor(tokens_behind), torch.tensor(len(kl)))},
+        )  # fmt: skip
+
+
+def _read(
+    student: Tensor, teacher: TeacherDistribution, spec: LossSpec
+) -> tuple[Tensor] | tuple[Tensor, Tensor]:
+    """Return each token's part of the loss, [n]; for a divergence that weighs by the student, with
+    a teacher that tells its top k, also the student's mass on these entries, [n]."""
+    loss = doc_kl_tokens(student, teacher, spec)
+    if teacher.indices is None or spec.direction not in ("reverse", "jsd"):
+        return (loss,)
+    return loss, student_mass(student, teacher)
+
+
+@torch.no_grad()
+def student_mass(student: Tensor, teacher: TeacherDistribution) -> Tensor:
+    """Return the student's probability [N] of the entries that a top-k teacher tells, from logits
+    [N, V]."""
+    assert teacher.indices is not None
+    logits = student.float()
+    entries = logits.gather(-1, teacher.indices.long().to(logits.device))  # [N, k]
+    return (entries - logits.logsumexp(-1, keepdim=True)).exp().sum(-1)
+
+
+def _by_sample(items: Sequence[Item], samples: Sequence[Sample]) -> list[tuple[int, bool]]:
+    """Return of each item its number of tokens, and whether the student wrote the sample alone."""
+    texts = ((samples[i], len(tokens)) for i, tokens in items)
+    return [
+        (count, not s.verified and any(v != OFFLINE_VERSION for v in s.versions))
+        for s, count in texts
+    ]
+
+
+@torch.no_grad()
+def refused_before(
+    texts: Sequence[tuple[int, bool]], teacher: TeacherDistribution, targets: Tensor
+) -> int:
+    """Return how many of the tokens `targets` [N] lie behind a token of their own text that the
+    teacher gives less than REFUSED. `texts` are the texts' numbers of tokens, in order, and whether
+    the student wrote them alone; others have no such token, because a refused one was replaced.
+
+    A token outside the teacher's top k has at most the probability of the last entry, and at most
+    what all entries leave. With k of 20 that is always less than REFUSED; with a smaller k a token
+    counts as refused where that is certain.
+    """
+    if not any(by_student for _, by_student in texts):
+        return 0
+    refused = (_most_logprobs(teacher, targets) < math.log(REFUSED)).tolist()
+    total = begin = 0
+    for count, by_student in texts:
+        marks = refused[begin : begin + count]
+        if by_student and True in marks:
+            total += count - 1 - marks.index(True)
+        begin += count
+    return total
+
+
+def _most_logprobs(teacher: TeacherDistribution, targets: Tensor) -> Tensor:
+    """Return the largest log-probability [N] that the targets can have by what the teacher told:
+    their own, but for those outside its top k."""
+    if teacher.sampled is not None:
+        return teacher.sampled
+    if teacher.logits is not None:
+        return token_values(teacher.logits.float(), targets)
+    assert teacher.indices is not None
+    assert teacher.logprobs is not None
+    logprobs = teacher.logprobs.float()
+    match = teacher.indices == targets.to(teacher.indices.device)[:, None]  # [N, k]
+    least = torch.minimum(logprobs.amin(-1), log_tail(logprobs)[:, 0])
+    return torch.where(match.any(-1), logprobs.masked_fill(~match, IMPOSSIBLE).amax(-1), least)
 
 
 def doc_batch(samples: Sequence[Sample], teacher: TeacherDistribution) -> TrainBatch:

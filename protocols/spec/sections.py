@@ -29,6 +29,13 @@ ARMS: tuple[Arm, ...] = ("none", "document", "untrained", "offline", "on_policy"
 
 
 LONGEST_BLOCK = 16
+# The teacher's probability below which a token of the student is a mistake. Before the first such
+# token the teacher of the pilots continued a true sentence in 99.8% of places, behind it in 46%
+# (docs/adr/0038-verified-rollouts.md).
+REFUSED = 0.05
+# With `teacher.top_k_of: both`, the tokens of a vocabulary of which the teacher sends all logits:
+# 8 KiB a token, where 20 entries of each side take 320 bytes and leave a rest.
+WHOLE_VOCABULARY = 2048
 
 
 class VerifiedRolloutSpec(SpecSection):
@@ -47,7 +54,7 @@ class VerifiedRolloutSpec(SpecSection):
         "or by exact speculative sampling, whose text is distributed as the teacher's own",
     )
     below: float = Field(
-        default=0.05,
+        default=REFUSED,
         gt=0,
         lt=1,
         description="with rule threshold, a token is refused that the teacher gives less than this "
@@ -174,6 +181,12 @@ class TeacherSpec(SpecSection):
     top_k: int | Literal["full"] = Field(
         default=20, description="teacher log-probabilities kept per token, or full for all"
     )
+    top_k_of: Literal["teacher", "both"] = Field(
+        default="teacher",
+        description="whose top k are kept of a token that the student wrote: the teacher's, or the "
+        "student's too (`both`; the whole vocabulary of at most "
+        f"{WHOLE_VOCABULARY:,} tokens), so that reverse KL and JSD see where the student is wrong",
+    )
     max_kv_bytes: int = Field(
         default=2 * 1024**3,
         ge=1,
@@ -198,6 +211,18 @@ class TeacherSpec(SpecSection):
         if value != 1 and info.data.get("context") == "own":
             raise broken("belongs to teacher.context retrieved alone", "remove it or set both")
         return value
+
+    @field_validator("top_k_of")
+    @classmethod
+    def _is_of_top_k(cls, value: str, info: ValidationInfo) -> str:
+        if value == "both" and info.data.get("top_k") == "full":
+            raise broken("belongs to a teacher.top_k that is a number", "remove it")
+        return value
+
+    @property
+    def student_top(self) -> int:
+        """Return how many of the student's likeliest tokens the teacher reads; 0 for none."""
+        return self.top_k if self.top_k_of == "both" and self.top_k != "full" else 0
 
     @field_validator("top_k", mode="before")
     @classmethod

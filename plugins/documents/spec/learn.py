@@ -53,6 +53,7 @@ class DocumentsLearn(LearnSpec):
             "remove it",
         )
         yield from self._of_verification()
+        yield from self._of_student_top()
         yield from self._of_rows()
         yield from self._of_documents()
         unnamed = self.learns_from_rewards
@@ -74,6 +75,30 @@ class DocumentsLearn(LearnSpec):
             "known before they are asked",
             "remove routed",
         )
+
+    def _of_student_top(self) -> Iterator[Rule]:
+        """Yield what a teacher that tells the student's likeliest tokens needs."""
+        teacher, vllm = self.teacher, self.generator.backend == "vllm"
+        yield (
+            teacher.student_top > 0 and (self.learns_from_rewards or not self.objective.w_doc),
+            "teacher.top_k_of must be teacher with episodes or rsa, whose turns come without the "
+            "student's likeliest tokens, and without objective.w_doc",
+            "remove it",
+        )
+        yield (
+            teacher.student_top > 20 and vllm,
+            "teacher.top_k must be at most 20 with teacher.top_k_of both and generator.backend "
+            "vllm, which tells no more log-probabilities at a place",
+            "lower it, or set teacher.top_k_of: teacher",
+        )
+        warm = None if self.train.warm_start is None else self.train.warm_start.loss
+        for key, loss in (("loss", self.loss), ("train.warm_start.loss", warm)):
+            yield (
+                loss is not None and loss.form == "pairs" and teacher.student_top > 0,
+                f"{key}.form must not be pairs with teacher.top_k_of both: pairs of tokens that "
+                "the student chose are no published curve's",
+                "set form: tail, or teacher.top_k_of: teacher",
+            )
 
     def _of_verification(self) -> Iterator[Rule]:
         """Yield what verified rollouts and mixtures need of other sections."""

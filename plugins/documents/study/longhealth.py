@@ -53,6 +53,7 @@ from cartridge_forge.plugins.documents.study.prompts import (
 )
 from cartridge_forge.plugins.documents.study.verified import (
     VerifiedSampling,
+    offline_text,
     opened,
     trained_marks,
 )
@@ -87,6 +88,7 @@ from cartridge_forge.training.records import (
     no_scoring,
     score_callback,
     with_composition,
+    with_likeliest,
     with_title,
 )
 from cartridge_forge.training.renderer import ChatRenderer
@@ -130,7 +132,7 @@ class LongHealthRecipe(Recipe):
         steps = range(first, first + OFFLINE_CHUNK)
         prompts = [self._tasks.offline(s) for s in steps]
         flat = [p for step in prompts for p in step]
-        completions = await generate([p.request for p in flat])
+        completions = await offline_text(self._sampling, flat, generate)
         rollouts = []
         for i, step in enumerate(steps):
             share = slice(i * len(prompts[i]), (i + 1) * len(prompts[i]))
@@ -292,7 +294,8 @@ class LongHealthPrompts:
         """Return the on-policy prompts of 0-based `step`, over cartridge `version`."""
         prompts = self._prepared.pop(step, None) or self._prompts("on_policy", step)
         train, names = self._spec.train, sorted(self.layout.cartridges)
-        return with_composition(prompts, version, names, train.compose, train.seed)
+        composed = with_composition(prompts, version, names, train.compose, train.seed)
+        return with_likeliest(composed, self._spec.teacher.student_top)
 
     def prepare(self, step: int) -> None:
         """Make the on-policy prompts of `step` beforehand, while the models work."""

@@ -43,7 +43,7 @@ from cartridge_forge.plugins.documents.study.rows import (
     user_question,
     weighed,
 )
-from cartridge_forge.plugins.documents.study.verified import opened, trained_marks
+from cartridge_forge.plugins.documents.study.verified import offline_text, opened, trained_marks
 from cartridge_forge.plugins.documents.synthesis import model_name, read_rows, write_study
 from cartridge_forge.plugins.documents.synthesis_rows import StudyRow
 from cartridge_forge.plugins.statistics.gold import gold_results
@@ -76,6 +76,7 @@ from cartridge_forge.training.records import (
     no_scoring,
     score_callback,
     with_composition,
+    with_likeliest,
     with_title,
 )
 from cartridge_forge.training.renderer import ChatRenderer
@@ -277,7 +278,10 @@ class DocumentsRecipe(Recipe):
         await self._ready(generate)
         train, asked = self._spec.train, [p for _, p in self._prompts("on_policy", step)]
         names = sorted(self.layout.cartridges)
-        prompts = with_composition(asked, version, names, train.compose, train.seed)
+        prompts = with_likeliest(
+            with_composition(asked, version, names, train.compose, train.seed),
+            self._spec.teacher.student_top,
+        )
         if self._sampling is not None:
             return await self._sampling.rollout(step, prompts, generate, ended)
         requests = [p.request for p in prompts]
@@ -289,8 +293,8 @@ class DocumentsRecipe(Recipe):
         answered by the model with the whole document."""
         await self._ready(generate)
         prompts = self._prompts("offline", first)
-        unsaid = [p.request for s, p in prompts if not s.answer_ids]
-        made = await generate(unsaid) if unsaid else []
+        unsaid = [p for s, p in prompts if not s.answer_ids]
+        made = await offline_text(self._sampling, unsaid, generate) if unsaid else []
         fresh = {c.request_id: c for c in made}
         completions = [fresh.get(p.request.id) or completion_of_row(s, p) for s, p in prompts]
         asked = [p for _, p in prompts]

@@ -24,7 +24,7 @@ from cartridge_forge.learning.verified.rules import best_block
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.sections import MixSpec, VerifiedRolloutSpec
-from cartridge_forge.protocols.step import Completion, GenerateRequest, Sample
+from cartridge_forge.protocols.step import BARE, Completion, GenerateRequest, Sample
 from cartridge_forge.protocols.verification import VerifiedCounts, VerifyCall, VerifyRow
 from cartridge_forge.services.clients import DocTeacherClient
 from cartridge_forge.services.mesh import Mesh
@@ -37,7 +37,9 @@ from cartridge_forge.training.records import (
     as_sample,
     context_ref,
     no_scoring,
+    with_likeliest,
     with_prefix,
+    without_likeliest,
 )
 
 Written = tuple[StudyPrompt, Completion, Sample]
@@ -59,6 +61,7 @@ class VerifiedResponse:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     taught: list[int] = field(default_factory=list)
+    likely: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     reads: list[tuple[int, int]] = field(default_factory=list)
     served: tuple[str, ...] = ()
     reason: str = ""
@@ -89,11 +92,13 @@ class VerifiedResponse:
         )  # fmt: skip
 
     def read(self, completion: Completion) -> None:
-        """Take the student's log-probability of the teacher's token from a completion after it."""
+        """Take the student's log-probability of the teacher's token, and what it holds likeliest in
+        its place, from a completion after it."""
         self.served = completion.served
         if self.unread:
             self.logprobs.append(completion.prompt_logprobs[-1])
             self.versions.append(completion.versions[0])
+            self.likely += completion.prompt_top_logprobs[-1:]
             self.unread = False
 
     def extend(
@@ -105,6 +110,7 @@ class VerifiedResponse:
         self.tokens += block[:accepted]
         self.logprobs += completion.logprobs[:accepted]
         self.versions += completion.versions[:accepted]
+        self.likely += completion.top_logprobs[:accepted]
         judged = min(accepted + 1, len(block))
         taught = 0
         if accepted == len(block) and completion.finish_reason == "stop":
@@ -121,7 +127,8 @@ class VerifiedResponse:
     def completion(self) -> Completion:
         return Completion(
             self.prompt.request.id, tuple(self.tokens), tuple(self.logprobs), tuple(self.versions),
-            self.reason, served=self.served, taught=tuple(self.taught),
+            self.reason, top_logprobs=tuple(self.likely), served=self.served,
+            taught=tuple(self.taught),
         )  # fmt: skip
 
 
@@ -172,15 +179,37 @@ class VerifiedSampling:
             counts += part_counts
         rows = [rows_by_id[p.request.id] for p in prompts]
         return Rollout(
-            step, tuple(p for p, _, _ in rows), tuple(c for _, c, _ in rows),
+            step, tuple(p for p, _, _ in rows), without_likeliest(c for _, c, _ in rows),
             [s for _, _, s in rows], verified=counts.facts,
         )  # fmt: skip
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether verified text is distributed as the teacher's own."""
+        return self._verify is not None and self._verify.rule == "exact"
+
+    async def document_text(
+        self, prompts: Sequence[StudyPrompt], generate: GenerateCall
+    ) -> list[Completion]:
+        """Return the answers that the documents' teacher writes, in its own distribution, to
+        prompts whose prefixes propose."""
+
+        async def group(members: Sequence[StudyPrompt]) -> list[Completion]:
+            assert self._verify is not None
+            return (await self._group(members, self._verify, generate))[0]
+
+        return await self._mesh.pools["generator"].split(prompts, group, self._chunk)
 
     async def _by_teacher(
         self, prompts: Sequence[StudyPrompt], generate: GenerateCall, ended: ScoreGroup
     ) -> tuple[list[Written], VerifiedCounts]:
-        over_document = [with_prefix(p, context_ref(p.contexts)) for p in prompts]
-        completions = await generate([p.request for p in over_document])
+        over_document = with_likeliest(
+            [with_prefix(p, context_ref(p.contexts)) for p in prompts], 0
+        )
+        if self.is_exact:  # its cartridge drafts what the document writes
+            completions = await self.document_text(with_likeliest(prompts, 0), generate)
+        else:
+            completions = await generate([p.request for p in over_document])
         rows = [
             (p, c, as_sample(p, c, offline=True))
             for p, c in zip(over_document, completions, strict=True)
@@ -224,7 +253,10 @@ class VerifiedSampling:
             nonlocal total
             completions, counts = await self._group(members, verify, generate)
             total += counts
-            samples = [as_sample(p, c) for p, c in zip(members, completions, strict=True)]
+            samples = [
+                replace(as_sample(p, c), verified=True)
+                for p, c in zip(members, completions, strict=True)
+            ]
             ended("doc_teacher", samples)
             return list(zip(members, completions, samples, strict=True))
 
@@ -294,6 +326,17 @@ class VerifiedSampling:
             with contextlib.suppress(PlaneError):  # it went with its plane
                 await self._mesh.plane.delete(packet.key)
         return proposals, iter(reply.verdicts), reply.ratio
+
+
+async def offline_text(
+    sampling: VerifiedSampling | None, prompts: Sequence[StudyPrompt], generate: GenerateCall
+) -> list[Completion]:
+    """Return the documents' answers to prompts over them: by the generators, or with the rule
+    `exact` by its machinery. The model without a document then proposes. It is no worse a writer
+    for that, and unlike a cartridge it is there, with the same numbers, when a run is resumed."""
+    if sampling is None or not sampling.is_exact:
+        return await generate([p.request for p in prompts])
+    return await sampling.document_text([with_prefix(p, BARE) for p in prompts], generate)
 
 
 def trained_marks(samples: Sequence[Sample]) -> tuple[tuple[bool, ...], ...] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ ON_POLICY = STAGES.index("on_policy")
 SHORT: dict[str, Any] = {"train.steps": 3, "evaluate.arms": ["on_policy"], "rollout.prompts": 8}
 EXACT: dict[str, Any] = {
     **SHORT, "train.steps": 8, "rollout.prompts": 16, "rollout.verify": {"rule": "exact"}, **HASTY,
+    "teacher.top_k_of": "both",
 }  # fmt: skip
 
 
@@ -94,3 +96,49 @@ def test_deaths_in_verified_rollouts_change_no_byte(exact: Path, tmp_path: Path)
     assert len(done.struck) == len(blows)
     assert done.code == 0, done.story()
     same_outcome(latest(tmp_path), exact)
+
+
+def test_a_run_warns_once_of_mistakes_and_of_an_unseen_student(tmp_path: Path) -> None:
+    """A short cartridge that recites makes mistakes early, and has its mass outside the teacher's
+    top 2. Event, console and report say so; verified text has no token behind a mistake."""
+    recite = {**SHORT, "rollout.kinds": ["recite"], "rollout.max_tokens": 64,
+              "cartridge.tokens": 16}  # fmt: skip
+    loss = {"loss.direction": "reverse", "teacher.top_k": 2}
+    process = run_to_end(command(tmp_path / "plain", **recite, **loss))
+    assert process.returncode == 0, process.stdout + process.stderr
+    path = latest(tmp_path / "plain")
+    told = [e["message"] for e in rows(path / "events.jsonl") if e["event"] == "warned"]
+    behind = [t for t in told if "of the trained tokens lie behind a token" in t]
+    unseen = [t for t in told if "of the student's probability in the teacher's top 2" in t]
+    assert len(behind) == len(unseen) == 1
+    for text in (*behind, *unseen):
+        assert text.startswith("step 1: ")
+        assert process.stdout.count(f"warning: {text}") == 1
+        assert text in unescape((path / "report.html").read_text())
+    verified = finished(tmp_path / "verified", **recite, **{"rollout.verify": {"block": 6}})
+    assert "warned" not in {e["event"] for e in rows(verified / "events.jsonl")}
+
+
+@pytest.mark.timeout(600)
+def test_the_offline_arms_text_is_made_by_the_exact_machine(tmp_path: Path) -> None:
+    """Its tokens are the teacher's (version -1), most of them proposed by the model without the
+    document; and the same to the byte where the teacher dies while they are written, and where the
+    run is killed behind them and writes them again."""
+    sets = {
+        **SHORT, **HASTY, "rollout.verify": {"rule": "exact", "block": 4},
+        "evaluate.arms": ["on_policy", "offline"],
+    }  # fmt: skip
+    calm = finished(tmp_path / "calm", **sets)
+    offline = [r for r in rows(calm / "rollouts.jsonl") if r["arm"] == "offline"]
+    assert {v for r in offline for v in r["versions"]} == {-1}
+    tokens = sum(len(r["response_ids"]) for r in offline)
+    assert 0 < sum(len(r.get("taught", ())) for r in offline) < tokens
+    assert all("verified" not in r for r in rows(calm / "metrics.jsonl") if r["arm"] == "offline")
+    blows = [
+        Blow((STAGES.index("on_policy!"), 0), "doc_teacher", phase="rollout"),
+        Blow((STAGES.index("offline"), 1), "controller"),
+    ]
+    done = storm(tmp_path / "storm", blows, timeout=400, **sets)
+    assert len(done.struck) == len(blows)
+    assert done.code == 0, done.story()
+    same_outcome(latest(tmp_path / "storm"), calm)

@@ -7,6 +7,7 @@ import json
 import re
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -36,15 +37,22 @@ VISIT = {
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, OpenAI]]:
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: tmp_path_factory.mktemp(name) for name in ("embedded", "vllm")}
+
+
+@pytest.fixture(scope="module")
+def both(
+    directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, OpenAI]]:
     """A client of each engine's server."""
     prm = reward_model(tmp_path_factory.mktemp("prm"), reads=512)
     one = ["roles.generator.replicas=1", "spares=0"]
     one += [f"process_reward.model.path={prm}", 'process_reward.model.separator="\\n"']
     vllm = ["generator.backend=vllm", "generator.kv_gib=0.25"]
     with (
-        serve_command(tmp_path_factory.mktemp("embedded"), *one) as (_, embedded, _),
-        serve_command(tmp_path_factory.mktemp("vllm"), *one, *vllm) as (_, paged, _),
+        serve_command(directories["embedded"], *one) as (_, embedded, _),
+        serve_command(directories["vllm"], *one, *vllm) as (_, paged, _),
     ):
         urls = {"embedded": embedded, "vllm": paged}
         yield {
@@ -177,3 +185,55 @@ def test_both_engines_score_the_same_text(both: dict[str, OpenAI]) -> None:
     assert over.logprobs.token_logprobs[1:] != pytest.approx(
         bare.logprobs.token_logprobs[1:], abs=0.01
     )
+
+
+def test_both_engines_verify_the_same_answers(
+    both: dict[str, OpenAI], directories: dict[str, Path]
+) -> None:
+    """`verify: after` scores the cartridge's answer over its document, streamed or whole; vLLM
+    refuses `verify: true` by name, and `auto` is the document's own answer on both."""
+    text = "the surgeon is doctor novak. the ward is cardiology. the sodium is 41 mmol."
+    told: dict[str, list[Any]] = {}
+    for name, client in both.items():
+        url = f"http://{client.base_url.host}:{client.base_url.port}/admin/cartridges/charted"
+        data = save({"kv": cartridge(seed=7, tokens=40)})
+        urllib.request.urlopen(urllib.request.Request(url, data), timeout=60).close()
+        (manifest,) = (directories[name] / "library").glob("**/charted/1")
+        (manifest / "document.txt").write_text(text)
+        asked: Any = {
+            "model": f"{MODEL}+charted", "messages": CHAT, "max_tokens": 16, "seed": 3,
+            "temperature": 1,
+        }  # fmt: skip
+        plain = client.chat.completions.create(**asked)
+        after: Any = client.chat.completions.create(
+            **asked, extra_body={"forge": {"verify": "after"}}
+        )
+        assert after.choices[0].message.content == plain.choices[0].message.content
+        *_, last = client.chat.completions.create(
+            **asked, stream=True, extra_body={"forge": {"verify": "after"}}
+        )
+        streamed: Any = last
+        (choice,) = after.forge["verify"]["choices"]
+        assert streamed.forge["verify"]["choices"] == [choice]
+        assert 0 < choice["accepted"] < 1
+        greedy = {**asked, "temperature": 0}
+        auto: Any = client.chat.completions.create(
+            **greedy, extra_body={"forge": {"verify": "auto"}}
+        )
+        assert auto.forge["verify"]["mode"] == "document"
+        told[name] = [after.choices[0].message.content, choice, auto.choices[0].message.content]
+    mine, theirs = told["embedded"], told["vllm"]
+    assert (mine[0], mine[2]) == (theirs[0], theirs[2])
+    for key in ("tokens", "accepted", "agreed", "first_refused"):
+        assert mine[1][key] == theirs[1][key]
+    for a, b in zip(mine[1]["changed"], theirs[1]["changed"], strict=True):
+        assert (a["index"], a["token"], a["document_token"]) == (
+            b["index"], b["token"], b["document_token"]
+        )  # fmt: skip
+        assert a["probability"] == pytest.approx(b["probability"], abs=1e-3)
+        assert a["document_probability"] == pytest.approx(b["document_probability"], abs=1e-3)
+    with pytest.raises(Exception, match="is vllm; ask for auto"):
+        both["vllm"].chat.completions.create(
+            model=f"{MODEL}+charted", messages=CHAT, max_tokens=4,
+            extra_body={"forge": {"verify": True}},
+        )  # fmt: skip

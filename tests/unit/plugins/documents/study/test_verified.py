@@ -3,42 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from rooms.training.longhealth_setup import learn
+from rooms.training.verified_room import Room
 from torch import Tensor
 from twins import NEAR, Twin, build
 
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.teacher import document_kv
-from cartridge_forge.learning.verified.rows import VerifiedRows
 from cartridge_forge.plugins.documents.study.verified import (
     VerifiedSampling,
+    offline_text,
     opened,
     trained_marks,
 )
-from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.step import (
-    Completion,
+    BARE,
     GenerateRequest,
     PrefixRef,
     Sample,
     Sampling,
-    TensorLayout,
-    TensorRef,
 )
-from cartridge_forge.protocols.verification import VerifyCall, VerifyReply
-from cartridge_forge.training.records import Rollout, StudyPrompt, rollout_from
+from cartridge_forge.training.records import Rollout, StudyPrompt, rollout_from, with_likeliest
 
 END = frozenset({2})
 CARTRIDGE, DOCUMENT = PrefixRef("cartridge/a", 3), PrefixRef("document/a", 0)
@@ -49,65 +45,13 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
     return build("llama", tmp_path_factory.mktemp("llama"))
 
 
-class Room:
-    """One generator and one teacher over a twin model in this process, with the calls of a mesh.
-    `losses` are the calls to the teacher, by number, before which the plane loses its tensors."""
-
-    plane_life = 0
-
-    def __init__(self, twin: Twin, losses: Sequence[int] = ()) -> None:
-        self.twin, self.losses = twin, losses
-        random = torch.Generator().manual_seed(3)
-        document = document_kv(twin.model, twin.documents["a"])
-        noise = torch.randn(document.shape, generator=random)
-        # A student that is mostly right: the document's own keys and values, a little off.
-        self.prefixes = {CARTRIDGE: document + 0.3 * noise, DOCUMENT: document}
-        self.rows = VerifiedRows(twin.model, 2**24)
-        self.plane, self.stored = self, dict[str, Tensor]()
-        self.pools = {"generator": self, "doc_teacher": self}
-        self.numbers = itertools.count()
-        self.calls: list[VerifyCall] = []
-        self.groups = 1
-
-    async def split(
-        self, items: Sequence[Any], work: Callable[[Sequence[Any]], Awaitable[list[Any]]],
-        most: int | None = None,
-    ) -> list[Any]:  # fmt: skip
-        parts = [await work(items[i :: self.groups]) for i in range(self.groups)]
-        return [parts[i % self.groups][i // self.groups] for i in range(len(items))]
-
-    async def generate(
-        self, requests: Sequence[GenerateRequest], replied: object = None, *, whole: bool = False
-    ) -> list[Completion]:
-        drawn_from: list[Tensor] = []
-        found = generate(
-            self.twin.model, requests, self.prefixes.__getitem__, END, drawn_from=drawn_from
-        )
-        if not drawn_from:
-            return found
-        key = f"{requests[0].logits}/{next(self.numbers)}"
-        self.stored[key] = torch.cat(drawn_from)
-        ref = TensorRef(key, TensorLayout(()))
-        return [Completion(**{**vars(c), "logits": ref}) for c in found]
-
-    async def route(self, method: str, packed: Any, *, session: str) -> VerifyReply:
-        call: VerifyCall = packed.value
-        assert (method, session) == ("verify", call.group)
-        if len(self.calls) in self.losses:
-            self.stored.clear()
-            self.calls.append(call)
-            self.rows = VerifiedRows(self.twin.model, 2**24)
-            raise PlaneError("the tensors are lost")
-        self.calls.append(call)
-        student = None if call.student is None else self.stored[call.student.key]
-        found, repeated = self.rows.verify(call, lambda name: self.prefixes[DOCUMENT], student)
-        return VerifyReply(0.0, tuple((v.accepted, v.token) for v in found), 2.0, repeated)
-
-    async def delete(self, key: str) -> None:
-        del self.stored[key]
-
-    async def replaced(self, life: int, error: PlaneError) -> None:
-        return
+def room_of(twin: Twin, losses: Sequence[int] = ()) -> Room:
+    """A student that is mostly right: the document's own keys and values, a little off."""
+    random = torch.Generator().manual_seed(3)
+    document = document_kv(twin.model, twin.documents["a"])
+    noise = torch.randn(document.shape, generator=random)
+    prefixes = {CARTRIDGE: document + 0.3 * noise, DOCUMENT: document}
+    return Room(twin.model, prefixes, DOCUMENT, END, losses)
 
 
 def prompts(
@@ -151,7 +95,7 @@ def test_by_the_threshold_every_token_is_the_teachers_or_likely_to_it(twin: Twin
     """The student's tokens have at least 0.05 by the teacher; each of the teacher's stands where
     the student's draw, which its seed decides, had less; and the sampler's log-probabilities are
     the student's of both."""
-    room = Room(twin)
+    room = room_of(twin)
     done: list[Sample] = []
     rollout = sampled(
         room, prompts(6), lambda role, samples: done.extend(samples),
@@ -195,22 +139,22 @@ def test_by_the_threshold_every_token_is_the_teachers_or_likely_to_it(twin: Twin
 @pytest.mark.parametrize("rule", ["threshold", "exact"])
 def test_one_group_or_two_and_a_lost_plane_write_the_same_text(twin: Twin, rule: str) -> None:
     verify = {"rollout__verify": {"block": 4, "rule": rule}}
-    reference = sampled(Room(twin), prompts(6), **verify)
-    room = Room(twin)
+    reference = sampled(room_of(twin), prompts(6), **verify)
+    room = room_of(twin)
     room.groups = 2
     two = sampled(room, prompts(6), **verify)
     assert [s.response_ids for s in two.samples] == [s.response_ids for s in reference.samples]
     assert [s.taught for s in two.samples] == [s.taught for s in reference.samples]
     assert room.stored == {}
     for losses in ((0,), (1, 3)):
-        lossy = Room(twin, losses)
+        lossy = room_of(twin, losses)
         again = sampled(lossy, prompts(6), **verify)
         assert again == reference
         assert lossy.stored == {}
 
 
 def test_exact_greedy_text_is_the_teachers_own(twin: Twin) -> None:
-    room = Room(twin)
+    room = room_of(twin)
     rollout = sampled(
         room, prompts(5, temperature=0.0), rollout__verify={"block": 3, "rule": "exact"}
     )
@@ -222,7 +166,7 @@ def test_exact_greedy_text_is_the_teachers_own(twin: Twin) -> None:
 
 def test_the_teacher_as_its_own_student_accepts_everything(twin: Twin) -> None:
     for temperature, top_p in ((1.0, 1.0), (0.7, 0.9)):
-        room = Room(twin)
+        room = room_of(twin)
         asked = prompts(6, DOCUMENT, temperature=temperature, top_p=top_p)
         rollout = sampled(room, asked, rollout__verify={"block": 4, "rule": "exact"})
         assert rollout.verified["share"] == 1.0
@@ -233,7 +177,7 @@ def test_the_first_token_by_the_exact_rule_is_drawn_as_by_the_teacher(twin: Twin
     """Two tokens of 3,000 responses to one prompt: the first by a block of one, against the
     teacher's probabilities, p > 0.01."""
     count = 3000
-    room = Room(twin)
+    room = room_of(twin)
     one = prompts(1, most=2)[0]
     asked = [
         StudyPrompt(
@@ -261,7 +205,7 @@ def test_the_first_token_by_the_exact_rule_is_drawn_as_by_the_teacher(twin: Twin
 def test_an_automatic_block_follows_the_share_that_is_accepted(twin: Twin) -> None:
     """The first block has 8 tokens. By a pass that costs 2 tokens (`Room.route`): with all
     accepted, 16; with few, fewer than 8."""
-    sure, unsure = Room(twin), Room(twin)
+    sure, unsure = room_of(twin), room_of(twin)
     sampled(sure, prompts(4, DOCUMENT, most=80), rollout__verify={"below": 1e-9})
     unsure.prefixes[CARTRIDGE] = torch.zeros_like(unsure.prefixes[CARTRIDGE])
     sampled(unsure, prompts(4, most=80), rollout__verify={"below": 0.5})
@@ -276,7 +220,7 @@ def test_an_automatic_block_follows_the_share_that_is_accepted(twin: Twin) -> No
 def test_shares_of_a_mixture_by_hand(twin: Twin) -> None:
     """Of 10 samples 0.5, 0.25, 0.25: 5, 2.5, 2.5, the first of the halves is rounded up."""
     mix = {"verified": 0.5, "plain": 0.25, "teacher": 0.25}
-    sampling = opened(spec(train__mix=mix, rollout__verify={}), cast("Any", Room(twin)), END)
+    sampling = opened(spec(train__mix=mix, rollout__verify={}), cast("Any", room_of(twin)), END)
     assert isinstance(sampling, VerifiedSampling)
     assert Counter(sampling.kinds(0, 10)) == {"verified": 5, "plain": 3, "teacher": 2}
     assert Counter(sampling.kinds(7, 8)) == {"verified": 4, "plain": 2, "teacher": 2}
@@ -287,7 +231,7 @@ def test_shares_of_a_mixture_by_hand(twin: Twin) -> None:
 def test_a_mixtures_samples_are_whose_they_should_be(twin: Twin) -> None:
     """The plain ones are what the student writes alone, the teacher's what the teacher writes; both
     by their own seeds."""
-    room, asked = Room(twin), prompts(8)
+    room, asked = room_of(twin), prompts(8)
     mix = {"verified": 0.5, "plain": 0.25, "teacher": 0.25}
     rollout = sampled(room, asked, train__mix=mix, rollout__verify={"block": 4})
     plain = generate(twin.model, [p.request for p in asked], room.prefixes.__getitem__, END)
@@ -315,7 +259,7 @@ def rollout_from_json(rollout: Rollout) -> Rollout:
 
 
 def test_what_lies_behind_the_first_refused_token_carries_no_loss(twin: Twin) -> None:
-    room, asked = Room(twin), prompts(6)
+    room, asked = room_of(twin), prompts(6)
     rollout = sampled(room, asked, rollout__until_refused=0.05)
     plain = generate(twin.model, [p.request for p in asked], room.prefixes.__getitem__, END)
     assert [s.response_ids for s in rollout.samples] == [c.token_ids for c in plain]
@@ -328,7 +272,54 @@ def test_what_lies_behind_the_first_refused_token_carries_no_loss(twin: Twin) ->
         first = int(refused[0]) if len(refused) else len(tokens)
         assert trained == tuple(t <= first for t in range(len(tokens)))
     assert rollout.verified == {}
-    assert trained_marks(sampled(Room(twin), asked, rollout__verify={}).samples) is None
+    assert trained_marks(sampled(room_of(twin), asked, rollout__verify={}).samples) is None
+
+
+@pytest.mark.parametrize("rule", ["threshold", "exact"])
+def test_the_students_likeliest_tokens_come_with_every_token(twin: Twin, rule: str) -> None:
+    """Those of the teacher's tokens too, which the student reads; the teacher's text has none, and
+    nothing else changes."""
+    room, asked = room_of(twin), prompts(8)
+    mix = {"verified": 0.5, "plain": 0.25, "teacher": 0.25}
+    sets: dict[str, Any] = {"train__mix": mix, "rollout__verify": {"block": 4, "rule": rule}}
+    rollout = sampled(room, with_likeliest(asked, 3), **sets)
+    for sample in rollout.samples:
+        if sample.versions[0] < 0:
+            assert sample.likely == ()
+            continue
+        own = logprobs(twin, room.prefixes[CARTRIDGE], sample)
+        assert len(sample.likely) == len(sample.response_ids)
+        for place, row in enumerate(sample.likely):
+            assert row == tuple(own[place].topk(3).indices.tolist())
+    assert any(s.taught for s in rollout.samples)
+    assert all(c.top_logprobs == c.prompt_top_logprobs == () for c in rollout.completions)
+    assert rollout_from_json(rollout) == rollout
+    without = sampled(room_of(twin), asked, **sets)
+    assert [replace(s, likely=()) for s in rollout.samples] == without.samples
+
+
+def test_offline_text_by_the_exact_rule_is_the_teachers_own(twin: Twin) -> None:
+    """Greedy, token for token: proposed by the model without a document, and in a mixture by the
+    cartridge. By another rule, or none, the generators write it over the document."""
+    asked = prompts(5, DOCUMENT, temperature=0.0)
+    room = room_of(twin)
+    room.prefixes[BARE] = document_kv(twin.model, (1,))
+    alone = generate(twin.model, [p.request for p in asked], room.prefixes.__getitem__, END)
+    mix = {"verified": 0.5, "teacher": 0.5}
+    for verify, calls in (({"rule": "exact", "block": 3}, True), ({"block": 3}, False)):
+        sampling = opened(spec(rollout__verify=verify, train__mix=mix), cast("Any", room), END)
+        before = len(room.calls)
+        texts = asyncio.run(offline_text(sampling, asked, room.generate))
+        assert [c.token_ids for c in texts] == [c.token_ids for c in alone]
+        assert (len(room.calls) > before) == calls
+        assert any(c.taught for c in texts) == calls
+    exact = {"rollout__verify": {"rule": "exact", "block": 3}, "train__mix": mix}
+    rollout = sampled(room, prompts(5, temperature=0.0), **exact)
+    assert [s.response_ids for s in rollout.samples] == [c.token_ids for c in alone]
+    written = [s for s in rollout.samples if set(s.versions) == {-1}]
+    assert len(written) == 2
+    assert {p.request.prefix for p in rollout.prompts} == {CARTRIDGE, DOCUMENT}
+    assert asyncio.run(offline_text(None, asked, room.generate)) == alone
 
 
 def test_a_student_alone_needs_no_sampling_with_the_teacher() -> None:
@@ -344,6 +335,22 @@ def test_a_student_alone_needs_no_sampling_with_the_teacher() -> None:
         (
             {"rollout__verify": {"rule": "exact"}, "generator__backend": "vllm"},
             "must be threshold with generator.backend vllm",
+        ),
+        (
+            {"teacher__top_k": "full", "teacher__top_k_of": "both"},
+            "belongs to a teacher.top_k that",
+        ),
+        (
+            {"teacher__top_k": 21, "teacher__top_k_of": "both", "generator__backend": "vllm"},
+            "must be at most 20 with teacher.top_k_of both",
+        ),
+        (
+            {
+                "loss__form": "pairs",
+                "loss__direction": "cross_entropy",
+                "teacher__top_k_of": "both",
+            },
+            "must not be pairs with teacher.top_k_of both",
         ),
         ({"train__mix": {"verified": 0.5, "plain": 0.4}}, r"must come to 1 together .*\(0.9\)"),
         ({"train__mix": {"verified": 1.0}}, "must have a share `verified` with rollout.verify"),
