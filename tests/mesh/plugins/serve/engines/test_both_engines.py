@@ -55,10 +55,13 @@ def both(
         serve_command(directories["vllm"], *one, *vllm) as (_, paged, _),
     ):
         urls = {"embedded": embedded, "vllm": paged}
-        yield {
+        clients = {
             name: OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
             for name, url in urls.items()
         }
+        yield clients
+        for client in clients.values():
+            client.close()
 
 
 def test_both_engines_give_the_same_structured_answers(both: dict[str, OpenAI]) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from rooms.training.longhealth_setup import learn
 from rooms.training.verified_room import Room
+from small_run import ROOT
 from torch import Tensor
 from twins import NEAR, Twin, build
 
@@ -26,7 +27,9 @@ from cartridge_forge.plugins.documents.study.verified import (
     opened,
     trained_marks,
 )
+from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.step import (
     BARE,
     GenerateRequest,
@@ -367,3 +370,9 @@ def test_a_student_alone_needs_no_sampling_with_the_teacher() -> None:
 def test_what_cannot_be_is_refused_by_name(sets: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message):
         spec(**sets)
+
+
+def test_episodes_have_no_likeliest_tokens_of_the_student() -> None:
+    mesh = ROOT / "meshes" / "three_channels.yaml"
+    with pytest.raises(SpecError, match="must be teacher with episodes or rsa"):
+        load_spec(mesh, sets=("teacher.top_k_of=both",))
