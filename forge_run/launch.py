@@ -39,6 +39,7 @@ from cartridge_forge.services.forkserver.client import bootstrap_command, fork_s
 from cartridge_forge.services.planes.open import PLANE_IMPORTS
 from cartridge_forge.services.pool.hosts import LINK_ENVIRONMENT
 from cartridge_forge.services.pool.sizes import PoolSize
+from cartridge_forge.services.private_sockets import remove, use_private_sockets
 from cartridge_forge.services.proc_info import descendants, has_ended
 from cartridge_forge.services.run_directory import RunDirectory, storage_error
 from cartridge_forge.services.run_position import ResumePoint, newest_checkpoint, resume_point
@@ -207,6 +208,7 @@ def _drive(
     """Return None for a run that ended in order, else why it was cut off, which is printed, "" for
     a user's wish. The mesh is killed at the end: no part of Monarch may be used any more. `listen`
     is where other hosts reach this one."""
+    use_private_sockets()
     import monarch.actor as monarch
 
     from cartridge_forge.actors.base import bootstrap
@@ -348,6 +350,7 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # a pipe that nobody reads any more
             stream.flush()
+    remove()
     os._exit(code)
 
 

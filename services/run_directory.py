@@ -23,6 +23,7 @@ kill.
         ├── trace.json       every request and phase, for Perfetto     appended
         ├── checkpoints/     checkpoints of the trainer                by the trainer
         ├── endpoints.json   addresses of the running run              while it runs
+        ├── control.token    the token of its control plane            while it runs
         ├── stacks/          of every process, after a stall           written once
         ├── results.json     the arms, at the end                      replaced whole
         ├── frontier.json    results of `forge frontier`               replaced whole

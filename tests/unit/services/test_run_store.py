@@ -56,6 +56,7 @@ def test_a_run_is_stored_and_fetched_elsewhere(
     copies.start()
     checkpoint(directory.path, "version-000002")
     (directory.path / "endpoints.json").write_text("{}")
+    (directory.path / "control.token").write_text("a-token-of-this-start")
     (directory.path / ".hidden").write_text("")
     directory.append_event("checkpoint", path="version-000002")
     assert copies.end() == ""
@@ -64,7 +65,7 @@ def test_a_run_is_stored_and_fetched_elsewhere(
     assert not is_ahead(run, tmp_path / "runs")
     path = fetch(stored_at(f"{url}/clinic/{directory.id}"), there)
     assert stored_names(path) == stored_names(directory.path)
-    assert "endpoints.json" not in stored_names(path)
+    assert not {"endpoints.json", "control.token"} & set(stored_names(path))
     for name in stored_names(path):
         assert (path / name).read_bytes() == (directory.path / name).read_bytes()
     assert not is_ahead(run, there)
