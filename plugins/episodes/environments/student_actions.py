@@ -17,6 +17,7 @@ from cartridge_forge.plugins.episodes.environments.action_parsing import (
     objects_in,
 )
 from cartridge_forge.protocols.episodes import Observation
+from cartridge_forge.protocols.foreign import value_of
 from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool, ToolAction
 
 ActionForm = Literal["text", "json", "tool"]
@@ -62,4 +63,4 @@ def _types(tool: AgentTool) -> dict[str, Any]:
     properties = tool.parameters.get("properties")
     if not isinstance(properties, dict):
         return {}
-    return {name: about.get("type", "any") for name, about in properties.items()}
+    return {name: value_of(about, "type") or "any" for name, about in properties.items()}
