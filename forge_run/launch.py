@@ -106,11 +106,15 @@ def run(
             display.line(f"run {directory.id}")
             for warning in warnings:
                 display.line(warning)
-            sizes = sizes_of(directory, spec, resume, sized) if run.resumed else ()
+            reopened = run.resumed and not run.finished
+            sizes = sizes_of(directory, spec, resume, sized) if reopened else ()
             for size in sizes:
                 display.line(str(size))
             try:
-                cut_off = _drive(spec, run, sizes, display, caught, ready, listen, grace_s)
+                if run.finished:
+                    display.line("it has finished: nothing is left to do, and nothing is changed")
+                else:
+                    cut_off = _drive(spec, run, sizes, display, caught, ready, listen, grace_s)
             except OSError as unusable:
                 error = storage_error(unusable, directory.path)
             except ForgeError as failure:
@@ -120,7 +124,7 @@ def run(
         if cut_off:
             error = RunError(cut_off)
         if directory.path.is_dir():
-            _tell_results(directory, console)
+            _tell_results(directory, console, report=not run.finished)
         unstored = run.end()
         error = error or unstored
     code = 128 + caught.first if caught.first else 0
@@ -139,12 +143,13 @@ def _point(spec: RunSpec, directory: RunDirectory) -> ResumePoint:
     return resume_point(directory, newest) if last_state_here(spec) else ResumePoint(newest)
 
 
-def _tell_results(directory: RunDirectory, console: Console) -> None:
-    """Write the report and print the results, as far as the run's files allow."""
+def _tell_results(directory: RunDirectory, console: Console, *, report: bool) -> None:
+    """Write the `report` and print the results, as far as the run's files allow."""
     from cartridge_forge.plugins.watch.pages.export import write_report
 
     try:
-        write_report(directory.path)
+        if report:
+            write_report(directory.path)
         results = directory.read_results()
         if results is not None:
             print_results(console, results, directory.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +74,7 @@ def create_server(config: ServerConfig) -> Server:
         default_response_class=AsciiJSON,
         exception_handlers={
             HTTPException: _refused(handler.audit), RequestValidationError: _malformed,
-            RecursionError: _nested, Exception: _failed,
+            RecursionError: _nested, OSError: _storage, Exception: _failed,
         },
     )  # fmt: skip
     for router in (routes(handler), model_routes(handler), admin_routes(handler)):
@@ -115,6 +116,20 @@ async def _malformed(request: Request, error: Exception) -> Response:
     mine = [f for f in faults if f["loc"][:2] == faults[0]["loc"][:2]]
     fault = max(mine, key=lambda f: (len(f["loc"]), not f["type"].endswith("_type")))
     return _of_body(fault).response(request.url.path)
+
+
+async def _storage(request: Request, error: Exception) -> Response:
+    """Answer where the library, or what is written beside it, cannot be read or written."""
+    assert isinstance(error, OSError)
+    if isinstance(error, TimeoutError | ConnectionError):
+        return await _failed(request, error)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "make room" if full else "make it readable"
+    why = f"the library cannot be used: {error.strerror or 'an error of its disk'}; {remedy}"
+    refusal = ApiError(
+        507 if full else 503, f"{why} where the server runs", code="library_unusable"
+    )
+    return refusal.response(request.url.path)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
