@@ -40,7 +40,7 @@ from cartridge_forge.services.planes.open import PLANE_IMPORTS
 from cartridge_forge.services.pool.hosts import LINK_ENVIRONMENT
 from cartridge_forge.services.pool.sizes import PoolSize
 from cartridge_forge.services.private_sockets import remove, use_private_sockets
-from cartridge_forge.services.proc_info import descendants, has_ended
+from cartridge_forge.services.proc_info import descendants, has_ended, require_descriptors
 from cartridge_forge.services.run_directory import RunDirectory, storage_error
 from cartridge_forge.services.run_position import ResumePoint, newest_checkpoint, resume_point
 
@@ -65,12 +65,16 @@ def monarch_environment(health: HealthSpec, *, local: bool = True) -> dict[str, 
 
     Monarch ends a process whose owner's last call has expired by the host's clock: every one, where
     that clock is set forward. Local processes end with their parents anyway, so none expires.
+
+    Its log, one file in the temporary directory for all runs of a user, gets errors alone, unless
+    MONARCH_FILE_LOG says otherwise: nobody rotates it.
     """
     patience = f"{math.ceil(health.dead_after_s)}s"
     return {
         "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "20s" if local else "5s",
         "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": patience,
         "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": patience,
+        "MONARCH_FILE_LOG": os.environ.get("MONARCH_FILE_LOG", "error"),
         **(LOCAL_ENVIRONMENT if local else LINK_ENVIRONMENT),
     }
 
@@ -87,6 +91,7 @@ def run(
     roles whose replicas the command line gives. Returns the exit code: 0 finished, 129 / 130 / 143
     stopped by SIGHUP / SIGINT / SIGTERM. Raises ForgeError."""
     local = spec.mesh.hosts.kind == "local"
+    require_descriptors()
     os.environ.update(monarch_environment(spec.mesh.health, local=local))
     os.environ[LOCAL_KEY] = "local"
     warnings: list[str] = []

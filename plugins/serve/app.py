@@ -139,13 +139,14 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 def _of_body(fault: dict[str, Any]) -> ApiError:
     """Convert pydantic's first error to an ApiError with the field, the fault and the remedy."""
+    kind, message, location = fault["type"], fault["msg"], fault["loc"][1:]
     names = [
         part
-        for part in fault["loc"][1:]
+        for position, part in enumerate(location, start=1)
         if isinstance(part, int)
+        or (position == len(location) and kind == "extra_forbidden")  # as the client wrote it
         or (part.isidentifier() and not part[0].isupper() and part not in TYPES)
     ]
-    kind, message = fault["type"], fault["msg"]
     if kind == "json_invalid":
         why = fault.get("ctx", {}).get("error", message)
         return bad_request(f"the body is no JSON: {why}", None, "invalid_json")
