@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from cartridge_forge.forge_run.opening import OpenRun, opened
-from cartridge_forge.forge_run.resuming import sizes_of
+from cartridge_forge.forge_run.resuming import is_finished, sizes_of
 from cartridge_forge.plugins.cluster.hosts.own_address import reached_at
 from cartridge_forge.plugins.cluster.tls.identity import read_identity
 from cartridge_forge.plugins.watch.console import ConsoleDisplay, print_results
@@ -47,6 +47,7 @@ from cartridge_forge.services.run_position import ResumePoint, newest_checkpoint
 POLL_SECONDS = 0.5  # between two looks at signals, and at whether the controller lives
 STATUS_SECONDS = 1.0  # between two statuses: each takes both processes 2 ms
 STATUS_TIMEOUT = 30.0
+STILL_SECONDS = 2.0  # at most, of one poll: in the rest this process was stopped
 LOCAL_ENVIRONMENT = {
     "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "15s",
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "36500d",
@@ -292,10 +293,14 @@ def _drive(
             tell()
             running.get(timeout=STATUS_TIMEOUT)
     except MeshLost as loss:
+        if is_finished(directory):  # while this process stood still, and its links ran out
+            return None
         cut_off = str(loss)
         # At once: to end the rest and to write the report takes seconds, more on a busy host.
         print(f"error: {cut_off}", file=sys.stderr, flush=True)
     except Exception as error:  # an ActorError around what the controller raised
+        if is_finished(directory):
+            return None
         cause = getattr(error, "exception", error)
         raise cause if isinstance(cause, ForgeError) else RunError(str(cause)) from error
     finally:
@@ -319,15 +324,18 @@ class MeshLost(Exception):
 
 def _answer(future: Any, timeout_s: float, lost: Callable[[], str]) -> Any:
     """Return the controller's answer. Raises MeshLost where `lost` says why none will come, or for
-    none in `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
+    none in `timeout_s`, without the time that this process itself stood still."""
+    patience, polled = timeout_s, time.monotonic()
     while True:
         try:
             return future.get(timeout=POLL_SECONDS)
         except Exception as error:  # no answer yet, or the controller is dead
             if why := lost():
                 raise MeshLost(why) from error
-            if not isinstance(error, TimeoutError) or time.monotonic() > deadline:
+            now = time.monotonic()
+            patience -= min(now - polled, STILL_SECONDS)
+            polled = now
+            if not isinstance(error, TimeoutError) or patience < 0:
                 raise MeshLost(
                     f"the controller does not answer ({type(error).__name__}); go on with --resume"
                 ) from error
