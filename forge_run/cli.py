@@ -157,6 +157,7 @@ CARTRIDGES = {
         *LIBRARY,
         *(_option(which, which.upper(), f"{NAMED}, or a path of any format") for which in "ab"),
     )),
+    "drop": Command("remove a version, damaged or not", "cartridges:drop", (*LIBRARY, CARTRIDGE)),
     "prune": Command("drop old versions; those with a tag are kept", "cartridges:prune", (
         *LIBRARY, OF_NAME, _option("--keep", "N", "newest kept (default: 3)", type=int, default=3),
         _flag("--dry-run", "say what would go; drop nothing"),

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from cartridge_forge.forge_run.opening import OpenRun, opened
-from cartridge_forge.forge_run.resuming import sizes_of
+from cartridge_forge.forge_run.resuming import is_finished, sizes_of
 from cartridge_forge.plugins.cluster.hosts.handshake import reached_at
 from cartridge_forge.plugins.cluster.tls.identity import read_identity
 from cartridge_forge.plugins.watch.console import ConsoleDisplay, print_results
@@ -39,7 +39,8 @@ from cartridge_forge.services.forkserver.client import bootstrap_command, fork_s
 from cartridge_forge.services.planes.open import PLANE_IMPORTS
 from cartridge_forge.services.pool.hosts import LINK_ENVIRONMENT
 from cartridge_forge.services.pool.sizes import PoolSize
-from cartridge_forge.services.proc_info import descendants, has_ended
+from cartridge_forge.services.private_sockets import remove, use_private_sockets
+from cartridge_forge.services.proc_info import descendants, has_ended, require_descriptors
 from cartridge_forge.services.run_directory import (
     ResumePoint,
     RunDirectory,
@@ -51,6 +52,7 @@ from cartridge_forge.services.run_directory import (
 POLL_SECONDS = 0.5  # between two looks at signals, and at whether the controller lives
 STATUS_SECONDS = 1.0  # between two statuses: each takes both processes 2 ms
 STATUS_TIMEOUT = 30.0
+STILL_SECONDS = 2.0  # at most, of one poll: in the rest this process was stopped
 LOCAL_ENVIRONMENT = {
     "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "15s",
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "36500d",
@@ -69,12 +71,16 @@ def monarch_environment(health: HealthSpec, *, local: bool = True) -> dict[str, 
 
     Monarch ends a process whose owner's last call has expired by the host's clock: every one, where
     that clock is set forward. Local processes end with their parents anyway, so none expires.
+
+    Its log, one file in the temporary directory for all runs of a user, gets errors alone, unless
+    MONARCH_FILE_LOG says otherwise: nobody rotates it.
     """
     patience = f"{math.ceil(health.dead_after_s)}s"
     return {
         "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "20s" if local else "5s",
         "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": patience,
         "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": patience,
+        "MONARCH_FILE_LOG": os.environ.get("MONARCH_FILE_LOG", "error"),
         **(LOCAL_ENVIRONMENT if local else LINK_ENVIRONMENT),
     }
 
@@ -91,6 +97,7 @@ def run(
     roles whose replicas the command line gives. Returns the exit code: 0 finished, 129 / 130 / 143
     stopped by SIGHUP / SIGINT / SIGTERM. Raises ForgeError."""
     local = spec.mesh.hosts.kind == "local"
+    require_descriptors()
     os.environ.update(monarch_environment(spec.mesh.health, local=local))
     os.environ[LOCAL_KEY] = "local"
     warnings: list[str] = []
@@ -110,11 +117,15 @@ def run(
             display.line(f"run {directory.id}")
             for warning in warnings:
                 display.line(warning)
-            sizes = sizes_of(directory, spec, resume, sized) if run.resumed else ()
+            reopened = run.resumed and not run.finished
+            sizes = sizes_of(directory, spec, resume, sized) if reopened else ()
             for size in sizes:
                 display.line(str(size))
             try:
-                cut_off = _drive(spec, run, sizes, display, caught, ready, listen, grace_s)
+                if run.finished:
+                    display.line("it has finished: nothing is left to do, and nothing is changed")
+                else:
+                    cut_off = _drive(spec, run, sizes, display, caught, ready, listen, grace_s)
             except OSError as unusable:
                 error = storage_error(unusable, directory.path)
             except ForgeError as failure:
@@ -124,7 +135,7 @@ def run(
         if cut_off:
             error = RunError(cut_off)
         if directory.path.is_dir():
-            _tell_results(directory, console)
+            _tell_results(directory, console, report=not run.finished)
         unstored = run.end()
         error = error or unstored
     code = 128 + caught.first if caught.first else 0
@@ -143,12 +154,13 @@ def _point(spec: RunSpec, directory: RunDirectory) -> ResumePoint:
     return resume_point(directory, newest) if last_state_here(spec) else ResumePoint(newest)
 
 
-def _tell_results(directory: RunDirectory, console: Console) -> None:
-    """Write the report and print the results, as far as the run's files allow."""
+def _tell_results(directory: RunDirectory, console: Console, *, report: bool) -> None:
+    """Write the `report` and print the results, as far as the run's files allow."""
     from cartridge_forge.plugins.watch.pages.export import write_report
 
     try:
-        write_report(directory.path)
+        if report:
+            write_report(directory.path)
         results = directory.read_results()
         if results is not None:
             print_results(console, results, directory.path)
@@ -212,6 +224,7 @@ def _drive(
     """Return None for a run that ended in order, else why it was cut off, which is printed, "" for
     a user's wish. The mesh is killed at the end: no part of Monarch may be used any more. `listen`
     is where other hosts reach this one."""
+    use_private_sockets()
     import monarch.actor as monarch
 
     from cartridge_forge.actors.base import bootstrap
@@ -285,10 +298,14 @@ def _drive(
             tell()
             running.get(timeout=STATUS_TIMEOUT)
     except MeshLost as loss:
+        if is_finished(directory):  # while this process stood still, and its links ran out
+            return None
         cut_off = str(loss)
         # At once: to end the rest and to write the report takes seconds, more on a busy host.
         print(f"error: {cut_off}", file=sys.stderr, flush=True)
     except Exception as error:  # an ActorError around what the controller raised
+        if is_finished(directory):
+            return None
         cause = getattr(error, "exception", error)
         raise cause if isinstance(cause, ForgeError) else RunError(str(cause)) from error
     finally:
@@ -312,15 +329,18 @@ class MeshLost(Exception):
 
 def _answer(future: Any, timeout_s: float, lost: Callable[[], str]) -> Any:
     """Return the controller's answer. Raises MeshLost where `lost` says why none will come, or for
-    none in `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
+    none in `timeout_s`, without the time that this process itself stood still."""
+    patience, polled = timeout_s, time.monotonic()
     while True:
         try:
             return future.get(timeout=POLL_SECONDS)
         except Exception as error:  # no answer yet, or the controller is dead
             if why := lost():
                 raise MeshLost(why) from error
-            if not isinstance(error, TimeoutError) or time.monotonic() > deadline:
+            now = time.monotonic()
+            patience -= min(now - polled, STILL_SECONDS)
+            polled = now
+            if not isinstance(error, TimeoutError) or patience < 0:
                 raise MeshLost(
                     f"the controller does not answer ({type(error).__name__}); go on with --resume"
                 ) from error
@@ -353,6 +373,7 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # a pipe that nobody reads any more
             stream.flush()
+    remove()
     os._exit(code)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cartridge_forge.forge_run.resuming import UNFINISHED, open_directory
+from cartridge_forge.forge_run.resuming import UNFINISHED, is_finished, open_directory
 from cartridge_forge.plugins.library.run_lease import RunLease, hold_lease
 from cartridge_forge.protocols.errors import CheckpointError, RunError
 from cartridge_forge.protocols.spec.mesh import RunSpec
@@ -21,16 +21,19 @@ if TYPE_CHECKING:  # most runs have no store
 
 @dataclass(frozen=True)
 class OpenRun:
-    """Hold an open run. `stored` copies it to the store of `records.store`; None without one."""
+    """Hold an open run. `stored` copies it to the store of `records.store`; None without one. A
+    `finished` run is open for reading alone: it has a lease only where it may have to be stored."""
 
     directory: RunDirectory
     resumed: bool
-    lease: RunLease
+    lease: RunLease | None
     stored: RunMirror | None = None
+    finished: bool = False
 
     def lost(self) -> str:
         """Return why the run is no longer this command's, "" while it is."""
-        return self.lease.lost or ("" if self.stored is None else self.stored.lost)
+        lost = "" if self.lease is None else self.lease.lost
+        return lost or ("" if self.stored is None else self.stored.lost)
 
     def end(self) -> RunError | None:
         """Store the run's last state, where it is stored; return the error where that fails."""
@@ -57,15 +60,19 @@ def opened(
             resume, stored = _from_store(spec, root, resume, tell, stack)
         try:
             directory, resumed = open_directory(spec, root, resume, tell)
+            finished = resumed and is_finished(directory)
+            if finished and url is None:
+                yield OpenRun(directory, resumed, None, finished=True)
+                return
             lease = stack.enter_context(hold_lease(directory.path, tell))
-            if resumed:
+            if resumed and not finished:
                 directory.make_latest()
         except OSError as unusable:
             raise storage_error(unusable, root) from unusable
         mirror = None
         if url is not None:
             mirror = _mirror(url, spec, directory, stored, tell, stack)
-        yield OpenRun(directory, resumed, lease, mirror)
+        yield OpenRun(directory, resumed, lease, mirror, finished)
 
 
 def _from_store(

@@ -63,13 +63,18 @@ def _unfinished(spec: RunSpec, root: Path, tell: Callable[[str], None]) -> str |
         latest = RunDirectory.open(root, spec.mesh.name)
     except CheckpointError:  # there is none yet
         return None
-    if (latest.read_results() or {}).get("status") == "finished":
+    if is_finished(latest):
         return None
     changed = _changed(latest, spec)
     if changed:
         tell(f"run {latest.id} did not finish and is of another spec ({', '.join(changed)})")
         return None
     return latest.id
+
+
+def is_finished(directory: RunDirectory) -> bool:
+    """Return whether a run has all of its results: nothing is left to go on with."""
+    return (directory.read_results() or {}).get("status") == "finished"
 
 
 def _changed(directory: RunDirectory, spec: RunSpec) -> list[str]:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from cartridge_forge.protocols.errors import SpecError
+
+LEAST_DESCRIPTORS = 128  # of the first process and the controller of a small run
+MOST_DESCRIPTORS = 4096
 TICKS = os.sysconf("SC_CLK_TCK")  # a second
 
 
@@ -48,6 +53,21 @@ def cpu_seconds(pid: int, chosen: Collection[int]) -> CpuSeconds:
             waited[member] = (children_user + children_system) / TICKS
     total = sum(own_seconds.values()) + sum(waited.values())
     return CpuSeconds(sum(seconds for p, seconds in own_seconds.items() if p in chosen), total)
+
+
+def require_descriptors(least: int = LEAST_DESCRIPTORS) -> None:
+    """Let this process and those that it starts open as many files as the system allows a user.
+    Raises SpecError where that is fewer than `least`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    if soft != resource.RLIM_INFINITY and soft < least:
+        raise SpecError(
+            f"this process may open {soft} files and connections at a time, and needs {least}; "
+            "raise the limit where it is started: ulimit -n 4096"
+        )
 
 
 def has_ended(pid: int) -> bool:

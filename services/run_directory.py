@@ -23,6 +23,7 @@ kill.
         ├── trace.json       every request and phase, for Perfetto     appended
         ├── checkpoints/     checkpoints of the trainer                by the trainer
         ├── endpoints.json   addresses of the running run              while it runs
+        ├── control.token    the token of its control plane            while it runs
         ├── stacks/          of every process, after a stall           written once
         ├── results.json     the arms, at the end                      replaced whole
         ├── frontier.json    results of `forge frontier`               replaced whole
@@ -299,6 +300,14 @@ class RunDirectory:
                 messages.append(f"{file.name} was missing and has no rows now")
                 position = (0, 0) if file in of_steps else position
             rows, damaged, torn = salvage(file, _is_event if file == self.events else _is_of_arm)
+            if file in (self.metrics, self.rollouts):
+                first = _first_misplaced(rows, single=file == self.metrics)
+                if first is not None:
+                    position = min(position or first, first)
+                    messages.append(
+                        f"{file.name}: rows stand twice or in another order from step "
+                        f"{first[1] + 1} of {TRAINED_ARMS[first[0]]}"
+                    )
             if not damaged and not torn:
                 continue
             write_atomically(file, json_lines(rows))
@@ -357,6 +366,24 @@ def outcome(events: Iterable[Mapping[str, Any]]) -> str:
 
 def _record(row: MetricRow | RolloutRow) -> dict[str, Any]:
     return {name: value for name, value in vars(row).items() if value != {} and value != ()}
+
+
+def _first_misplaced(rows: Sequence[Mapping[str, Any]], *, single: bool) -> Position | None:
+    """Return the position before the first step whose rows are not where they were appended: of a
+    `single` row for each step, one after the other; else of ids ARM/STEP/0, ARM/STEP/1, ... in it.
+    None where all are."""
+    first: Position | None = None
+    last, last_number = (0, 0), -1
+    for row in rows:
+        arm, step = _position(row["arm"], row.get("step", 0))
+        stem, _, text = str(row.get("id", "")).rpartition("/")
+        ours = stem == f"{row['arm']}/{step}" and text.isdecimal()
+        number = int(text) if ours else -1  # other ids have no order
+        is_second = (arm, step) == last and (single or (ours and number <= last_number))
+        if (arm, step) < last or is_second:
+            first = min(first or (arm, step - 1), (arm, step - 1))
+        last, last_number = max(last, (arm, step)), number
+    return first
 
 
 def _is_of_arm(row: Mapping[str, Any]) -> bool:

@@ -268,15 +268,16 @@ class ControllerActor(Actor):
                 pids=[pid for r in pool.replicas if r.process for pid in r.process.pids],
                 seconds=round(time.perf_counter() - start, 3),
             )
-        self._run = TrainingRun(
+        run = TrainingRun(
             spec, recipe, mesh, self._directory, recorder, self._show, self._warn,
             self._between_steps,
         )  # fmt: skip
         if spec.mesh.hosts.kind == "local":
             self._cpu_before = self._cpu_so_far()
         if self._resume:
-            await self._run.resume(point)
-        await self._run.go()
+            await run.resume(point)  # until it is restored it has nothing to write
+        self._run = run
+        await run.go()
 
     def _cpu_so_far(self) -> CpuSeconds:
         return cpu_seconds(self._client, (self._client, os.getpid()))

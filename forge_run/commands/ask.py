@@ -35,6 +35,7 @@ from cartridge_forge.plugins.serve.spec import VerifySpec, load_serve
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest, SampleResult
 from cartridge_forge.protocols.errors import DataError, RunError, SpecError
 from cartridge_forge.protocols.files import model_names, models_folder
+from cartridge_forge.protocols.foreign import read_json
 from cartridge_forge.protocols.records.run_files import date_of
 from cartridge_forge.protocols.secrets import secret_text
 from cartridge_forge.protocols.spec.loading import load_resolved
@@ -437,16 +438,18 @@ def _by_server(
         )  # fmt: skip
     except httpx2.HTTPError as error:
         raise RunError(f"no answer from {url}: {error}; is `forge serve` running there?") from error
-    except (LookupError, TypeError, json.JSONDecodeError) as error:
+    except DataError:
+        raise
+    except (LookupError, TypeError, ValueError) as error:
         raise DataError(f"{url} is no `forge serve` of this version ({error!r})") from error
 
 
 def _replied(reply: Any, url: str) -> Any:
     """Return the body. Raises DataError with the server's own words where it refuses."""
     if reply.status_code == 200:
-        return reply.json()
+        return read_json(reply.content)
     try:
-        why = reply.json()["error"]["message"]
+        why = read_json(reply.content)["error"]["message"]
     except (LookupError, TypeError, ValueError):
         why = reply.reason_phrase
     raise DataError(f"{url} answers {reply.status_code}: {why}")

@@ -13,7 +13,7 @@ from cartridge_forge.plugins.library.formats import convert, forge, run_checkpoi
 from cartridge_forge.plugins.library.formats.base_model import read_base
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
 from cartridge_forge.plugins.library.formats.convert import changes, differences
-from cartridge_forge.plugins.library.names import parse_cartridge
+from cartridge_forge.plugins.library.names import CartridgeName, parse_cartridge
 from cartridge_forge.plugins.library.starting import lineage
 from cartridge_forge.plugins.library.store import (
     CartridgeStore,
@@ -23,7 +23,7 @@ from cartridge_forge.plugins.library.store import (
     add_from_run,
 )
 from cartridge_forge.plugins.serve.spec import load_serve
-from cartridge_forge.plugins.statistics.formatting import TableSection
+from cartridge_forge.plugins.statistics.formatting import TableSection, lines
 from cartridge_forge.protocols.errors import DataError
 
 
@@ -93,8 +93,25 @@ def list_versions(*, name: str | None, **where: Any) -> list[TableSection]:
                 f"{file.bytes:,}", "yes" if entry.terms.is_file() else "no", file.created,
                 _origin(entry),
             ))  # fmt: skip
+    faults = [
+        f"{called}@{version}: {fault}; forge cartridges drop {called}@{version} removes it"
+        for called in ([name] if name else library.every_name())
+        for version, fault in library.damaged(called).items()
+    ]
+    damaged = [lines("damaged, and not served", faults)] if faults else []
     heads = ("version", "tags", "tokens", "frozen", "dtype", "bytes", "words", "created", "from")
-    return [TableSection(str(library.directory), heads, tuple(rows))]
+    return [TableSection(str(library.directory), heads, tuple(rows)), *damaged]
+
+
+def drop(*, cartridge: str, **where: Any) -> int:
+    """Remove a version, damaged or not. Raises DataError for none such, and for a name alone."""
+    library, named = _library(**where), parse_cartridge(cartridge)
+    version = library.get(named).manifest.version if named.tag else named.version
+    if version is None:
+        raise DataError(f"name the version that is to go: {named.name}@VERSION")
+    library.drop(named.name, version)
+    print(f"dropped {named.name}@{version}")
+    return 0
 
 
 def tag(*, cartridge: str, tag: str, remove: bool, **where: Any) -> int:
@@ -169,7 +186,10 @@ def _library(mesh: str, sets: Sequence[str]) -> CartridgeStore:
 def _names(library: CartridgeStore, name: str | None) -> list[str]:
     if name is None:
         return library.names()
-    return [library.get(parse_cartridge(name)).manifest.name]
+    called = parse_cartridge(name).name
+    if not library.numbers(called):
+        library.get(CartridgeName(called))  # which says what is there
+    return [called]
 
 
 def _either(library: CartridgeStore, text: str) -> CartridgeFile:

@@ -41,6 +41,8 @@ from cartridge_forge.protocols.spec.errors import SpecProblem, combined
 from cartridge_forge.protocols.spec.loading import LoadedFile
 from cartridge_forge.protocols.spec.model import VALUE_BYTES, ShapeSpec, model_shape
 from cartridge_forge.services.forkserver.client import fork_server
+from cartridge_forge.services.private_sockets import use_private_sockets
+from cartridge_forge.services.proc_info import require_descriptors
 
 if TYPE_CHECKING:
     from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
@@ -81,7 +83,9 @@ def serve(loaded: LoadedFile[ServeSpec]) -> int:
     # before the imports that start threads.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    require_descriptors()
     os.environ.update(monarch_environment(spec.health))
+    use_private_sockets()
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     shared = spec.generator.backend == "torch"  # on a CPU: vLLM alone samples on GPUs
     model = (spec.model.path, spec.model.dtype) if shared else None

@@ -244,7 +244,7 @@ AGAIN_SECONDS = 5.0  # after the first failure; twice that after the second, and
 MOST_AGAIN_SECONDS = 60.0
 END_SECONDS = 15.0  # of the last state
 # Made anew by each command, or of one machine alone.
-NOT_STORED = ("endpoints.json", "teachers.jsonl.owners", "checkpoints/last-state")
+NOT_STORED = ("endpoints.json", "control.token", "teachers.jsonl.owners", "checkpoints/last-state")
 OF_ROLES = {"trainer": (TRAINER, "start.json"), "teacher_replay": (TEACHERS, "teachers.jsonl")}
 
 

@@ -160,7 +160,8 @@ def _stored(path: Path, base: BaseModelInfo) -> dict[str, CartridgeFile]:
     if not path.is_dir() or not any(path.glob(f"*/*/{forge.MANIFEST}")):
         return {}
     library = CartridgeStore(path, base)
-    newest = {name: library.entries(name)[-1].path.parent for name in library.names()}
+    entries = {name: library.entries(name) for name in library.names()}
+    newest = {name: those[-1].path.parent for name, those in entries.items() if those}
     return {name: _from(forge.read(folder), str(folder)) for name, folder in newest.items()}
 
 

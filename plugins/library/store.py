@@ -103,6 +103,20 @@ class CartridgeStore:
         folders = (p for p in (self.directory / name).glob("*") if (p / MANIFEST).is_file())
         return sorted(int(p.name) for p in folders if p.name.isdecimal())
 
+    def numbers(self, name: str) -> list[int]:
+        """Return the versions that have a directory, damaged ones too, oldest first."""
+        folders = (self.directory / name).glob("*") if is_name(name) else ()
+        return sorted(int(p.name) for p in folders if p.name.isdecimal() and p.is_dir())
+
+    def every_name(self) -> list[str]:
+        """Return the names of all cartridges, also of those whose every version is damaged."""
+        folders = (p for p in self.directory.iterdir() if p.is_dir() and is_name(p.name))
+        return sorted(p.name for p in folders if self.numbers(p.name))
+
+    def is_readable(self) -> bool:
+        """Return whether the directory is there and can be listed."""
+        return os.access(self.directory, os.R_OK | os.X_OK) and self.directory.is_dir()
+
     def get(self, wanted: CartridgeName) -> CartridgeVersion:
         """Return the version or tag that `wanted` names, or the newest. Raises DataError."""
         versions = self.versions(wanted.name)
@@ -127,7 +141,7 @@ class CartridgeStore:
             return {}
         versions, tags = self.versions(name), {}
         for path in sorted((self.directory / name / TAGS).glob("[!.]*")):
-            with suppress(FileNotFoundError):  # removed meanwhile
+            with suppress(OSError, ValueError):  # removed meanwhile, or what no version is
                 tags[path.name] = int(path.read_text())
         return {tag: version for tag, version in tags.items() if version in versions}
 
@@ -145,8 +159,10 @@ class CartridgeStore:
         return entry
 
     def untag(self, name: str, tag: str) -> None:
-        self.get(CartridgeName(name, tag=tag))
-        (self.directory / name / TAGS / tag).unlink()
+        path = self.directory / name / TAGS / tag
+        if not (is_name(name) and re.fullmatch(TAG, tag) and path.is_file()):
+            self.get(CartridgeName(name, tag=tag))  # which says what is there
+        path.unlink()
 
     def prunable(self, name: str, keep: int) -> list[int]:
         """Return versions that are neither among the newest `keep` nor tagged, oldest first."""
@@ -156,7 +172,22 @@ class CartridgeStore:
         return [v for v in self.versions(name)[:-keep] if v not in tagged]
 
     def entries(self, name: str) -> list[CartridgeVersion]:
-        return [self._entry(name, version) for version in self.versions(name)]
+        """Return the versions that are whole, oldest first."""
+        return self._sorted_out(name)[0]
+
+    def damaged(self, name: str) -> dict[int, str]:
+        """Return what is wrong with each version that is not whole."""
+        return self._sorted_out(name)[1]
+
+    def _sorted_out(self, name: str) -> tuple[list[CartridgeVersion], dict[int, str]]:
+        entries, faults = [], {}
+        for version in self.numbers(name):
+            try:
+                entries.append(self._entry(name, version))
+            except DataError as error:
+                if (self.directory / name / str(version)).is_dir():  # not dropped meanwhile
+                    faults[version] = str(error)
+        return entries, faults
 
     def named(self, text: str) -> CartridgeName:
         """Return the name that a name, or the path of a version in the store and never outside,
@@ -179,7 +210,8 @@ class CartridgeStore:
     def incoming(self) -> Iterator[Path]:
         """Yield the path of a file for `add`; what is left of it at the end is removed."""
         folder = self.directory / INCOMING / secrets.token_hex(8)
-        folder.mkdir(parents=True)
+        folder.parent.mkdir(exist_ok=True)  # never the library itself, where it has vanished
+        folder.mkdir()
         in_use = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(in_use, fcntl.LOCK_EX)
         try:
@@ -232,9 +264,11 @@ class CartridgeStore:
         return read_terms(entry.terms).get(entry.manifest.name, ())
 
     def drop(self, name: str, version: int | None = None) -> list[int]:
-        """Remove a version, or all of them; returns those that were removed."""
-        entry = self.get(CartridgeName(name, version))
-        dropped = self.versions(name) if version is None else [entry.manifest.version]
+        """Remove a version, damaged or not, or all of them; returns those that were removed."""
+        numbers = self.numbers(name)
+        if not numbers or version not in (None, *numbers):
+            self.get(CartridgeName(name, version))  # which says what is there
+        dropped = numbers if version is None else [version]
         self._note_last(name, self._last(name))
         for number in dropped:
             # Renamed first, so that a version is whole or absent while it is removed.
@@ -248,14 +282,22 @@ class CartridgeStore:
         folder = self.directory / name / str(version)
         try:
             manifest = read_manifest(folder)
-        except DataError as error:
+            size = (folder / FILE).stat().st_size
+            if size != manifest.bytes:
+                raise DataError(
+                    f"{FILE} has {size} bytes, and its manifest says {manifest.bytes}; drop it and "
+                    "add it again"
+                )
+        except (DataError, OSError) as error:
             raise DataError(f"cartridge {name}@{version} is damaged: {error}") from error
         return CartridgeVersion(manifest, folder / FILE)
 
     def _last(self, name: str) -> int:
         noted = self.directory / name / LAST
-        last = int(noted.read_text()) if noted.is_file() else 0
-        return max([last, *self.versions(name)])
+        last = 0
+        with suppress(OSError, ValueError):  # none yet, or what is no number
+            last = int(noted.read_text())
+        return max([last, *self.numbers(name)])
 
     def _note_last(self, name: str, version: int) -> None:
         write_atomically(self.directory / name / LAST, str(max(version, self._last(name))))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from cartridge_forge.plugins.replay.replies import (
     read_message,
 )
 from cartridge_forge.plugins.replay.spec import OFFICIAL_URLS, Provider, ReplayTeacherSpec
+from cartridge_forge.protocols.foreign import MOST_BYTES, stays
 from cartridge_forge.protocols.secrets import SHORTEST, read_secret
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 
@@ -48,9 +49,9 @@ HEADERS = frozenset({
 
 
 class ApiClient:
-    """Call one model of one server. An `isolated` client follows no redirections. To a host that is
-    not the SDK's own it sends neither organisation nor $OPENAI_CUSTOM_HEADERS and the like, which
-    the SDKs send to any host."""
+    """Call one model of one server, and follow no redirection to another origin. An `isolated`
+    client follows none. To a host that is not the SDK's own it sends neither organisation nor
+    $OPENAI_CUSTOM_HEADERS and the like, which the SDKs send to any host."""
 
     def __init__(
         self,
@@ -67,11 +68,16 @@ class ApiClient:
         # The provider's own SDK alone: it takes a second to import, and actors use one.
         self._sdk: Any = importlib.import_module(provider)
         self._error = self._sdk.OpenAIError if self._is_openai else self._sdk.AnthropicError
+        official = url in OFFICIAL_URLS.values()
         self._client = self._sdk.AsyncClient(
             api_key=key.get_secret_value(), base_url=url, timeout=timeout_s, max_retries=0,
             default_headers=headers,
-            http_client=(
-                self._sdk.DefaultAsyncHttpxClient(**_isolation(url, key)) if isolated else None
+            http_client=self._sdk.DefaultAsyncHttpxClient(
+                follow_redirects=not isolated,
+                event_hooks={
+                    "request": [_only_ours(key)] if isolated and not official else [],
+                    "response": [_refuse],
+                },
             ),
         )  # fmt: skip
 
@@ -94,9 +100,9 @@ class ApiClient:
         try:
             # The SDKs' timeout applies to each read: a slow body can exceed it without end.
             async with asyncio.timeout(self._timeout_s):
-                response = (await send(turns, max_tokens, more)).http_response
-                content = await response.aread()
-            reply = read(decoded(content), response.headers)
+                async with send(turns, max_tokens, more) as response:
+                    content, headers = await _body(response.http_response), response.headers
+            reply = read(decoded(content), headers)
             return replace(reply, raw=self._without_key(reply.raw))
         except self._sdk.APIStatusError as error:
             return by_status(error.status_code, error.response.headers)
@@ -104,8 +110,10 @@ class ApiClient:
             return _by_cause(error, "timeout")
         except self._sdk.APIConnectionError as error:
             return _by_cause(error, "cut_off")
-        except TimeoutError:
+        except (TimeoutError, httpx2.TimeoutException):
             return TeacherReply("timeout")
+        except httpx2.HTTPError:  # while the body was read
+            return TeacherReply("cut_off")
         except self._error:
             return TeacherReply(UNREADABLE)
 
@@ -118,14 +126,14 @@ class ApiClient:
     async def close(self) -> None:
         await self._client.close()
 
-    async def _send_chat(self, turns: list[dict[str, str]], max_tokens: int, more: Any) -> Any:
-        return await self._client.chat.completions.with_raw_response.create(
+    def _send_chat(self, turns: list[dict[str, str]], max_tokens: int, more: Any) -> Any:
+        return self._client.chat.completions.with_streaming_response.create(
             messages=turns, max_completion_tokens=max_tokens, **more
         )
 
-    async def _send_messages(self, turns: list[dict[str, str]], max_tokens: int, more: Any) -> Any:
+    def _send_messages(self, turns: list[dict[str, str]], max_tokens: int, more: Any) -> Any:
         system = "\n\n".join(turn["content"] for turn in turns if turn["role"] == "system")
-        return await self._client.messages.with_raw_response.create(
+        return self._client.messages.with_streaming_response.create(
             system=system or self._sdk.omit,
             messages=[turn for turn in turns if turn["role"] != "system"],
             max_tokens=max_tokens,
@@ -167,8 +175,30 @@ def read_key(who: str, key_env: str) -> SecretStr:
     return read_secret(who, key_env, "its API key", "or name another variable by key_env")
 
 
-def _isolation(url: str, key: SecretStr) -> dict[str, Any]:
-    """Return options of an SDK's HTTP client."""
+async def _refuse(response: httpx2.Response) -> None:
+    """Take the way from a redirection to another origin, so that it is the reply; and read no body
+    of a failure, which has no bound and is not used."""
+    location = response.headers.get("location", "")
+    if response.has_redirect_location:
+        if stays(str(response.url), location):
+            return
+        del response.headers["location"]
+    if not response.is_success:
+        await response.aclose()
+
+
+async def _body(response: httpx2.Response) -> bytes:
+    """Return a body, or as much of it as shows that it is too large."""
+    content = bytearray()
+    async for chunk in response.aiter_bytes():
+        content += chunk
+        if len(content) > MOST_BYTES:
+            break
+    return bytes(content)
+
+
+def _only_ours(key: SecretStr) -> Callable[[httpx2.Request], Awaitable[None]]:
+    """Return a hook that takes from a request what is not the client's."""
 
     async def only_ours(request: httpx2.Request) -> None:
         for name in list(request.headers):
@@ -176,8 +206,7 @@ def _isolation(url: str, key: SecretStr) -> dict[str, Any]:
                 del request.headers[name]
         request.headers["authorization"] = f"Bearer {key.get_secret_value()}"
 
-    hooks = [] if url in OFFICIAL_URLS.values() else [only_ours]
-    return {"follow_redirects": False, "event_hooks": {"request": hooks}}
+    return only_ours
 
 
 def _by_cause(error: Exception, otherwise: str) -> TeacherReply:

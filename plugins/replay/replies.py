@@ -22,8 +22,6 @@ vLLM, llama.cpp  their servers' chat completions: no cost; errors have a status,
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,15 +29,16 @@ from typing import Any
 
 from cartridge_forge.plugins.replay.budget import ANSWERED, reported
 from cartridge_forge.plugins.replay.prompts import TeacherReply
+from cartridge_forge.protocols.foreign import count, number, read_json, value_of
 from cartridge_forge.protocols.teacher_replay import TeacherUsage
 
 UNREADABLE = "unreadable"
 UNFINISHED = "unfinished"  # it ended for a reason that leaves it incomplete
 ONLY_CALLS = "only_calls"  # it has calls of tools, which were not offered, in place of an answer
 _STATUS_KEYS = ("code", "status", "status_code", "statusCode", "raw_status_code", "type")
-MOST_BYTES = 32 << 20  # of a reply's body
 MOST_TOKENS = 10**9  # of one call: more is no count
 MOST_DOLLARS = 10_000.0  # of one call: more is no price
+LARGEST = 1e300  # log-probability
 TICKS = 10**10  # of xAI's to the dollar
 LONGEST_RETRY_AFTER_S = 120.0
 
@@ -83,11 +82,9 @@ STATUS_OF_WORD = {
 
 def decoded(content: bytes) -> Any:
     """Return the JSON of a reply's body; None where it is none, too large, or nests too deeply."""
-    if len(content) > MOST_BYTES:
-        return None
     try:
-        return json.loads(content, parse_constant=lambda name: None)
-    except (ValueError, RecursionError):
+        return read_json(content)
+    except ValueError:
         return None
 
 
@@ -107,11 +104,11 @@ def read_chat(body: Any, headers: Mapping[str, str]) -> TeacherReply:
     usage, paid = _chat_usage(body), _chat_cost(body)
     if failure := _error(body, headers):
         return _failed(failure, usage, paid)
-    choice = _first(_of(body, "choices"))
+    choice = _first(value_of(body, "choices"))
     if failure := _error(choice, headers):
         return _failed(failure, usage, paid)
-    message = _of(choice, "message")
-    if message is None and _of(choice, "finish_reason"):
+    message = value_of(choice, "message")
+    if message is None and value_of(choice, "finish_reason"):
         message = {}  # Gemini leaves out the message of a reply without text
     if not isinstance(message, Mapping):
         return TeacherReply(UNREADABLE, usage=usage, nanodollars=paid)
@@ -133,12 +130,12 @@ def read_message(body: Any, headers: Mapping[str, str]) -> TeacherReply:
     usage = _message_usage(body)
     if failure := _error(body, headers):
         return _failed(failure, usage, None)
-    blocks = _of(body, "content")
+    blocks = value_of(body, "content")
     text = _text(blocks)
     if text is None or isinstance(blocks, str | None):
         return TeacherReply(UNREADABLE, usage=usage)
-    calls = any(_of(block, "type") in CALLS for block in blocks)
-    return replace(_ended(text, _of(body, "stop_reason"), calls), usage=usage)
+    calls = any(value_of(block, "type") in CALLS for block in blocks)
+    return replace(_ended(text, value_of(body, "stop_reason"), calls), usage=usage)
 
 
 def _ended(text: str, reason: Any, calls: bool) -> TeacherReply:
@@ -172,7 +169,7 @@ def _error(body: Any, headers: Mapping[str, str]) -> TeacherReply | None:
         if body.get("object") != "error" and body.get("type") != "error":
             return None
         error = body
-    words = [_of(value, key) for value in (body, error) for key in _STATUS_KEYS]
+    words = [value_of(value, key) for value in (body, error) for key in _STATUS_KEYS]
     status = next((s for s in map(_status, words) if s is not None), None)
     if status is None:
         return TeacherReply("error_in_reply", retriable=True)
@@ -183,13 +180,13 @@ def _wish(error: Any) -> dict[str, str]:
     """Return Retry-After as an error's object tells it: OpenRouter hands the provider's headers on,
     Gemini has a RetryInfo."""
     wishes: dict[str, str] = {}
-    sent = _of(_of(error, "metadata"), "headers")
+    sent = value_of(value_of(error, "metadata"), "headers")
     for name, value in sent.items() if isinstance(sent, Mapping) else ():
         if str(name).lower() == "retry-after":
             wishes["retry-after"] = str(value)
-    details = _of(error, "details")
+    details = value_of(error, "details")
     for detail in details if isinstance(details, list) else ():
-        delay = _of(detail, "retryDelay")
+        delay = value_of(detail, "retryDelay")
         if isinstance(delay, str):
             wishes["retry-after"] = delay.removesuffix("s")
     return wishes
@@ -202,7 +199,7 @@ def _status(word: Any) -> int | None:
         plain = re.sub("[^a-z]", "", word.lower())
         word = STATUS_OF_WORD.get(re.sub("(?:error|exception)$", "", plain))
     elif isinstance(word, float):
-        word = _count(word)
+        word = count(word, 599)
     if isinstance(word, int) and not isinstance(word, bool) and 400 <= word <= 599:
         return word
     return None
@@ -212,20 +209,26 @@ def _chat_usage(body: Any) -> TeacherUsage | None:
     """Return a chat completion's tokens. `prompt_tokens` has the cached ones. Thinking that is not
     in `completion_tokens` is in `total_tokens`, or, without a total, in `reasoning_tokens` of which
     there are then more."""
-    usage = _of(body, "usage")
+    usage = value_of(body, "usage")
     read, completion_tokens = (
-        _count(_of(usage, "prompt_tokens")),
-        _count(_of(usage, "completion_tokens")),
+        _tokens_of(value_of(usage, "prompt_tokens")),
+        _tokens_of(value_of(usage, "completion_tokens")),
     )
-    details = _of(usage, "prompt_tokens_details")
-    cached = _count(_of(details, "cached_tokens")) or 0
-    cached = cached or _count(_of(usage, "prompt_cache_hit_tokens")) or 0
-    total = _count(_of(usage, "total_tokens"))
-    if completion_tokens is None and total is not None and _of(usage, "completion_tokens") is None:
+    details = value_of(usage, "prompt_tokens_details")
+    cached = _tokens_of(value_of(details, "cached_tokens")) or 0
+    cached = cached or _tokens_of(value_of(usage, "prompt_cache_hit_tokens")) or 0
+    total = _tokens_of(value_of(usage, "total_tokens"))
+    if (
+        completion_tokens is None
+        and total is not None
+        and value_of(usage, "completion_tokens") is None
+    ):
         completion_tokens = 0  # Gemini leaves out a count of 0: all that was written is thoughts
     if read is None or completion_tokens is None or read < cached:
         return None
-    thought = _count(_of(_of(usage, "completion_tokens_details"), "reasoning_tokens")) or 0
+    thought = (
+        _tokens_of(value_of(value_of(usage, "completion_tokens_details"), "reasoning_tokens")) or 0
+    )
     if total is not None:
         completion_tokens = max(completion_tokens, total - read)
     elif thought > completion_tokens:
@@ -235,13 +238,13 @@ def _chat_usage(body: Any) -> TeacherUsage | None:
 
 def _message_usage(body: Any) -> TeacherUsage | None:
     """Return a message's tokens: `input_tokens` excludes those read from or written to a cache."""
-    usage = _of(body, "usage")
+    usage = value_of(body, "usage")
     read, completion_tokens = (
-        _count(_of(usage, "input_tokens")),
-        _count(_of(usage, "output_tokens")),
+        _tokens_of(value_of(usage, "input_tokens")),
+        _tokens_of(value_of(usage, "output_tokens")),
     )
-    cached = _count(_of(usage, "cache_read_input_tokens")) or 0
-    stored = _count(_of(usage, "cache_creation_input_tokens")) or 0
+    cached = _tokens_of(value_of(usage, "cache_read_input_tokens")) or 0
+    stored = _tokens_of(value_of(usage, "cache_creation_input_tokens")) or 0
     if read is None or completion_tokens is None:
         return None
     return TeacherUsage(read + stored, completion_tokens, cached)
@@ -250,31 +253,17 @@ def _message_usage(body: Any) -> TeacherUsage | None:
 def _chat_cost(body: Any) -> int | None:
     """Return the nanodollars that a reply says it cost, or None. With a key of one's own at the
     provider behind, its price comes on top of the fee; where that is not told, nothing is known."""
-    usage = _of(body, "usage")
-    fee = _dollars(_of(usage, "cost"))
-    upstream = _dollars(_of(_of(usage, "cost_details"), "upstream_inference_cost"))
-    ticks = _count(_of(usage, "cost_in_usd_ticks"), most=int(MOST_DOLLARS * TICKS))
+    usage = value_of(body, "usage")
+    fee = number(value_of(usage, "cost"), 0, MOST_DOLLARS)
+    upstream = number(
+        value_of(value_of(usage, "cost_details"), "upstream_inference_cost"), 0, MOST_DOLLARS
+    )
+    ticks = count(value_of(usage, "cost_in_usd_ticks"), int(MOST_DOLLARS * TICKS))
     if fee is None:
         return None if ticks is None else reported(ticks / TICKS)
-    if _of(usage, "is_byok") is True:
+    if value_of(usage, "is_byok") is True:
         return None if upstream is None else reported(fee + upstream)
     return reported(fee or upstream or 0.0)
-
-
-def _dollars(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    if not 0 <= value <= MOST_DOLLARS or not math.isfinite(value):
-        return None
-    return float(value)
-
-
-def _count(value: Any, most: int = MOST_TOKENS) -> int | None:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-        return None
-    return value
 
 
 def _text(content: Any) -> str | None:
@@ -286,7 +275,7 @@ def _text(content: Any) -> str | None:
         return None
     texts = []
     for part in content:
-        kind = _of(part, "type")
+        kind = value_of(part, "type")
         if isinstance(part, str):
             texts.append(part)
         elif kind in ("text", "output_text") and isinstance(part.get("text"), str):
@@ -301,28 +290,24 @@ def _logprobs(
 ) -> tuple[tuple[float, ...], tuple[tuple[tuple[str, float], ...], ...]]:
     """Return (log-probability of each token, the likeliest tokens there); both empty where one of
     them has no number."""
-    tokens = _of(_of(choice, "logprobs"), "content")
+    tokens = value_of(value_of(choice, "logprobs"), "content")
     if not isinstance(tokens, list):
         return (), ()
     chosen, tops = [], []
     for token in tokens:
-        logprob, likeliest = _of(token, "logprob"), _of(token, "top_logprobs") or []
-        if not _is_number(logprob) or not isinstance(likeliest, list):
+        logprob, likeliest = value_of(token, "logprob"), value_of(token, "top_logprobs") or []
+        if number(logprob, -LARGEST, LARGEST) is None or not isinstance(likeliest, list):
             return (), ()
-        pairs = [(str(_of(t, "token")), _of(t, "logprob")) for t in likeliest]
-        if not all(_is_number(value) for _, value in pairs):
+        pairs = [(str(value_of(t, "token")), value_of(t, "logprob")) for t in likeliest]
+        if not all(number(value, -LARGEST, LARGEST) is not None for _, value in pairs):
             return (), ()
         chosen.append(float(logprob))
         tops.append(tuple(sorted(((t, float(v)) for t, v in pairs), key=lambda pair: -pair[1])))
     return tuple(chosen), tuple(tops)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-
-
-def _of(value: Any, key: str) -> Any:
-    return value.get(key) if isinstance(value, Mapping) else None
+def _tokens_of(value: Any) -> int | None:
+    return count(value, MOST_TOKENS)
 
 
 def _first(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +74,7 @@ def create_server(config: ServerConfig) -> Server:
         default_response_class=AsciiJSON,
         exception_handlers={
             HTTPException: _refused(handler.audit), RequestValidationError: _malformed,
-            RecursionError: _nested, Exception: _failed,
+            RecursionError: _nested, OSError: _storage, Exception: _failed,
         },
     )  # fmt: skip
     for router in (routes(handler), model_routes(handler), admin_routes(handler)):
@@ -117,6 +118,20 @@ async def _malformed(request: Request, error: Exception) -> Response:
     return _of_body(fault).response(request.url.path)
 
 
+async def _storage(request: Request, error: Exception) -> Response:
+    """Answer where the library, or what is written beside it, cannot be read or written."""
+    assert isinstance(error, OSError)
+    if isinstance(error, TimeoutError | ConnectionError):
+        return await _failed(request, error)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "make room" if full else "make it readable"
+    why = f"the library cannot be used: {error.strerror or 'an error of its disk'}; {remedy}"
+    refusal = ApiError(
+        507 if full else 503, f"{why} where the server runs", code="library_unusable"
+    )
+    return refusal.response(request.url.path)
+
+
 async def _failed(request: Request, error: Exception) -> Response:
     why = ApiError(500, "an error of the server's own", code="internal_error")
     return why.response(request.url.path)
@@ -124,13 +139,14 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 def _of_body(fault: dict[str, Any]) -> ApiError:
     """Convert pydantic's first error to an ApiError with the field, the fault and the remedy."""
+    kind, message, location = fault["type"], fault["msg"], fault["loc"][1:]
     names = [
         part
-        for part in fault["loc"][1:]
+        for position, part in enumerate(location, start=1)
         if isinstance(part, int)
+        or (position == len(location) and kind == "extra_forbidden")  # as the client wrote it
         or (part.isidentifier() and not part[0].isupper() and part not in TYPES)
     ]
-    kind, message = fault["type"], fault["msg"]
     if kind == "json_invalid":
         why = fault.get("ctx", {}).get("error", message)
         return bad_request(f"the body is no JSON: {why}", None, "invalid_json")

@@ -8,6 +8,7 @@
 421 invalid_request_error   a Host that is not this server's
 429 rate_limit_error        the queue is full; Retry-After has the seconds to wait
 500 service_error           two engines in turn died of the request; it is not to be sent again
+507 service_error           the disk of the library is full
 503, 504 service_error      draining, starting, or generators lost, with Retry-After; the request's
                             deadline passed
 """

@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import astuple, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from starlette.types import Scope
 from cartridge_forge.plugins.grammar.grammar import Grammars
 from cartridge_forge.plugins.serve.access.admission import Admission, RequestCost, TokenReservation
 from cartridge_forge.plugins.serve.access.audit import AuditLog
+from cartridge_forge.plugins.serve.access.fairness import FairTurns
 from cartridge_forge.plugins.serve.access.keys import CALLER, Caller, peer_of
 from cartridge_forge.plugins.serve.apis.hub import HubCartridges
 from cartridge_forge.plugins.serve.apis.tokasaurus import CartridgeFields
@@ -86,6 +87,7 @@ class RequestHandler:
         self._parsers: dict[str, RequestParser] = {}
         self._grammars = Grammars(lambda: config.texts.tokenizer, config.end_ids)
         self.admission = Admission(http.max_pending, http.max_pending_tokens)
+        self.turns = FairTurns(config.backend.healthy)
         self.audit = AuditLog(http.audit, http.audit_text)
         self.metrics = ServingMetrics(
             lambda: self.admission.pending, config.backend.depth, config.backend.healthy
@@ -122,7 +124,7 @@ class RequestHandler:
             request = await loop.run_in_executor(self.parsing, parsing)
             deadline = loop.time() + self.config.http.deadline_s
             cost = self._cost(request)
-            stack.enter_context(self.admission.let_in(cost))
+            stack.enter_context(self.admission.let_in(cost, caller.name))
             reserved = stack.enter_context(caller.quota.reserve(cost))
             self._write_down(request, caller, scope)
             with self.api_errors():
@@ -141,11 +143,17 @@ class RequestHandler:
                             self.admission.pending,
                         )  # fmt: skip
             answering = AnswerContext(
-                self, request, prefix, stack.pop_all(), deadline, reserved, plan
-            )
+                self, request, prefix, stack.pop_all(), deadline, reserved,
+                partial(self.turn, caller.name, cost), plan,
+            )  # fmt: skip
         if request.strategy is None:
             answering.sample()
         return answering
+
+    def turn(self, key: str, cost: RequestCost) -> AbstractAsyncContextManager[None]:
+        """Return what lets a request of the key start in its turn; of one key, at once."""
+        several = len(self.config.api_keys) > 1
+        return self.turns.turn(key, cost) if several else contextlib.nullcontext()
 
     def _cost(self, request: ServingRequest) -> RequestCost:
         """Return the bound of what a request decodes, from its fields alone."""
@@ -227,6 +235,7 @@ class AnswerContext:
         stack: AsyncExitStack,
         deadline: float,
         reserved: TokenReservation,
+        turn: Callable[[], AbstractAsyncContextManager[None]],
         plan: VerifyPlan | None = None,
     ) -> None:
         self.request, self.created, self._plan = request, int(time.time()), plan
@@ -254,6 +263,7 @@ class AnswerContext:
         self._tokens: asyncio.Queue[TokenChunk | None] = asyncio.Queue()  # None: there are no more
         self._calls: Sequence[GenerateRequest] = ()
         self._work: asyncio.Task[list[Completion]] | None = None
+        self._turn = turn
         self._begun = 0.0  # of `time.monotonic`
 
     async def close(self) -> None:
@@ -280,8 +290,13 @@ class AnswerContext:
             document = plan.document
             self._calls = requests_of(request, document.ref, document.ids, plan.draft)
         backend = self._handler.config.backend
-        work = backend.generate(self._calls, on_tokens if request.stream else None)
-        self._work = asyncio.create_task(work)
+        calls, told = self._calls, on_tokens if request.stream else None
+
+        async def generated() -> list[Completion]:
+            async with self._turn():
+                return await backend.generate(calls, told)
+
+        self._work = asyncio.create_task(generated())
         self._held.push_async_callback(end, self._work)
         self._work.add_done_callback(lambda _: on_tokens(None))
 
@@ -390,7 +405,7 @@ class AnswerContext:
     ) -> AsyncGenerator[tuple[int, TextPiece], None]:
         """Yield the result of a strategy, as one choice in one piece."""
         with self._handler.api_errors("forge.options"):
-            async with asyncio.timeout_at(self._deadline):
+            async with asyncio.timeout_at(self._deadline), self._turn():
                 result = await self._handler.config.strategies.run(self.request, self._prefix)
         spent = result.spent
         info = StrategyInfo(

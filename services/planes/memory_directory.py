@@ -6,7 +6,6 @@ Nothing here imports torch: a host's relay needs no more than this of its files.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import shutil
 import subprocess
@@ -16,8 +15,8 @@ from urllib.parse import quote, unquote
 
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.step import check_key
+from cartridge_forge.services.owned_directory import owned_directory
 
-PREFIX = "cartridge-forge-"
 SUFFIX = ".tensors"  # keys end with it, temporary files do not
 # A shell that outlives the owner: `read` returns when the owner's end of the pipe closes, however
 # the owner died. The shell ignores a Ctrl-C and the end of the session.
@@ -59,17 +58,8 @@ class MemoryDirectory:
 
         Directories that dead runs left in `base` are removed first. Raises PlaneError on failure.
         """
-        base = base or _memory_directory()
         try:
-            _remove_stale(base)
-            hidden = tempfile.mkdtemp(prefix=f".{PREFIX}", dir=base)
-            # The lock, not the process id, shows whether the owner is alive: ids are reused, and
-            # containers that share /dev/shm do not share ids. The kernel drops it with the
-            # process. It is taken before the directory gets the name that _remove_stale looks for.
-            lock = _try_lock(hidden)
-            assert lock is not None
-            root = Path(base, f"{PREFIX}{os.getpid()}-{Path(hidden).name[-8:]}")
-            os.rename(hidden, root)
+            root, lock = owned_directory(base or _memory_directory())
             janitor = subprocess.Popen(  # noqa: ASYNC220  (returns at once)
                 ["/bin/sh", "-c", JANITOR, "sh", str(root)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -79,7 +69,9 @@ class MemoryDirectory:
             with janitor.stdout as ready:  # a line once it ignores signals: in ms
                 await asyncio.to_thread(ready.readline)
         except OSError as error:
-            raise PlaneError(f"cannot start a tensor plane under {base}: {error}") from error
+            raise PlaneError(
+                f"cannot start a tensor plane under {base or _memory_directory()}: {error}"
+            ) from error
         return cls(root, lock, janitor)
 
     async def stop(self) -> None:
@@ -92,26 +84,3 @@ class MemoryDirectory:
 
 def _memory_directory() -> str:
     return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-
-
-def _try_lock(directory: str) -> int | None:
-    """Return a descriptor that holds the directory's lock, or None if another process has it."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def _remove_stale(base: str) -> None:
-    """Remove the directories in `base` whose owner has died."""
-    for path in Path(base).glob(f"{PREFIX}*"):
-        try:
-            lock = _try_lock(str(path))
-        except OSError:  # another user's, or removed meanwhile
-            continue
-        if lock is not None:
-            shutil.rmtree(path, ignore_errors=True)
-            os.close(lock)

@@ -43,6 +43,7 @@ from cartridge_forge.plugins.cluster.tls.identity import TlsIdentity, read_ident
 from cartridge_forge.protocols.errors import ForgeError, RunError, SpecError
 from cartridge_forge.protocols.spec.mesh import is_loopback_host, is_tls
 from cartridge_forge.services.pool.hosts import LINK_ENVIRONMENT, versions
+from cartridge_forge.services.private_sockets import remove, use_private_sockets
 from cartridge_forge.services.proc_info import descendants, gpus_of_host
 
 PORT = 26600
@@ -99,6 +100,7 @@ def work(
     os.environ.update(LINK_ENVIRONMENT)  # read by Monarch when it is imported
     if identity is not None:
         os.environ.update(identity.environment())
+    use_private_sockets()
     from monarch.actor import start_worker_loop_forever
 
     stop = StopSignals()
@@ -156,6 +158,7 @@ def _watch(loop: Any, stop: StopSignals) -> None:
         sys.stderr.write(f"error: Monarch's server has ended{why}; start the worker again\n")
         sys.stderr.flush()
         end_children()
+        remove()
         os._exit(1)
 
 
@@ -232,4 +235,5 @@ def main(
         sys.stderr.write(f"error: {error}\n")
         code = error.exit_code
     sys.stdout.flush()
+    remove()
     os._exit(code)  # Monarch's own exit would wait for attached controllers

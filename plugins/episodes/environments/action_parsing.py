@@ -22,6 +22,7 @@ from cartridge_forge.plugins.clinic.desk import call_text, parse_call
 from cartridge_forge.plugins.replay.actions import dense
 from cartridge_forge.protocols.episodes import Observation
 from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.foreign import value_of
 from cartridge_forge.protocols.teacher_replay import (
     Action,
     AgentMessage,
@@ -149,4 +150,4 @@ def _types(tool: AgentTool) -> dict[str, Any]:
     properties = tool.parameters.get("properties")
     if not isinstance(properties, dict):
         return {}
-    return {name: about.get("type", "any") for name, about in properties.items()}
+    return {name: value_of(about, "type") or "any" for name, about in properties.items()}

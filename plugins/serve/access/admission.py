@@ -40,19 +40,21 @@ class TokenReservation:
 
 class Admission:
     """Admit at most `most` sequences and `most_tokens` tokens at a time, and measure the rate of
-    the sequences that ended last."""
+    the sequences that ended last. A key within its share, these divided by the keys that have
+    requests here, is admitted all the same: what others hold keeps it out by no more."""
 
     def __init__(
         self, most: int, most_tokens: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.most, self.most_tokens, self._clock = most, most_tokens, clock
         self.pending = self.tokens = 0
+        self._of_key: dict[str, tuple[int, int]] = {}  # sequences and tokens, of keys that have any
         self._ends: deque[float] = deque(maxlen=REMEMBERED)
 
     @contextmanager
-    def let_in(self, cost: RequestCost) -> Iterator[None]:
-        """Count `cost` as pending inside the block. Raises ApiError 400 for a request that never
-        fits, 429 for one that does not fit now."""
+    def let_in(self, cost: RequestCost, key: str = "") -> Iterator[None]:
+        """Count `cost` as pending for a key inside the block. Raises ApiError 400 for a request
+        that never fits, 429 for one that does not fit now."""
         if cost.sequences > self.most:
             raise bad_request(
                 f"one request asks for {cost.sequences} sequences at a time, and http.max_pending "
@@ -68,20 +70,36 @@ class Admission:
                 cost.of,
                 "too_costly",
             )
-        if self.pending + cost.sequences > self.most:
+        shared = self._has_share(cost, key)
+        if self.pending + cost.sequences > self.most and not shared:
             raise self._full(cost, f"{self.pending} sequences wait or run, and {self.most} may")
-        if self.tokens + cost.tokens > self.most_tokens:
+        if self.tokens + cost.tokens > self.most_tokens and not shared:
             why = f"requests for {self.tokens} tokens wait or run, and {self.most_tokens} may"
             raise self._full(cost, why)
-        self.pending += cost.sequences
-        self.tokens += cost.tokens
+        self._count(cost, key, 1)
         try:
             yield
         finally:
-            self.pending -= cost.sequences
-            self.tokens -= cost.tokens
+            self._count(cost, key, -1)
             # Of a wide request the memory holds no more than REMEMBERED ends.
             self._ends.extend([self._clock()] * min(cost.sequences, REMEMBERED))
+
+    def _has_share(self, cost: RequestCost, key: str) -> bool:
+        """Return whether a request is within the share of its key."""
+        active = len({key, *self._of_key})
+        sequences, tokens = self._of_key.get(key, (0, 0))
+        return (
+            sequences + cost.sequences <= self.most // active
+            and tokens + cost.tokens <= self.most_tokens // active
+        )
+
+    def _count(self, cost: RequestCost, key: str, sign: int) -> None:
+        self.pending += sign * cost.sequences
+        self.tokens += sign * cost.tokens
+        sequences, tokens = self._of_key.pop(key, (0, 0))
+        counts = sequences + sign * cost.sequences, tokens + sign * cost.tokens
+        if any(counts):
+            self._of_key[key] = counts
 
     def rate(self) -> float:
         """Return the sequences that ended per second, over the last 64; 0 while fewer than two

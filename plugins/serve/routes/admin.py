@@ -23,6 +23,7 @@ from cartridge_forge.plugins.serve.access.keys import CALLER, peer_of
 from cartridge_forge.plugins.serve.errors import ApiError, bad_request, refusing
 from cartridge_forge.plugins.serve.handler import RequestHandler
 from cartridge_forge.plugins.serve.routes.generation import REFUSALS
+from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.services import LOOPBACK
 
 T = TypeVar("T")
@@ -44,8 +45,15 @@ class CartridgeEntry(BaseModel):
     routed: bool = Field(description="the words of its text are known, which auto goes by")
 
 
+class DamagedVersion(BaseModel):
+    name: str
+    version: int
+    fault: str = Field(description="what is wrong; to drop it is the remedy")
+
+
 class CartridgeList(BaseModel):
     cartridges: list[CartridgeEntry]
+    damaged: list[DamagedVersion] = Field(description="versions that are not served")
 
 
 class DeletedCartridge(BaseModel):
@@ -107,6 +115,15 @@ def admin_routes(handler: RequestHandler) -> APIRouter:
         prefix=UPLOADS.rstrip("/"), responses=REFUSALS, dependencies=[Depends(permitted)]
     )
 
+    async def found(look: Callable[..., T], *args: Any) -> T:
+        """Return what `look` finds. Raises ApiError 404, which names no other cartridge."""
+        wanted = args[0].name if isinstance(args[0], CartridgeName) else args[0]
+        with refusing(404, code="cartridge_not_found"):
+            if not await run_in_threadpool(library.numbers, wanted):
+                await run_in_threadpool(library.names)  # fails where the library is gone
+                raise DataError(f"there is no cartridge {wanted}")
+            return await run_in_threadpool(look, *args)
+
     def described(entry: CartridgeVersion) -> CartridgeEntry:
         versions = library.versions(entry.manifest.name)
         latest = entry.manifest.version == max(versions, default=0)
@@ -117,7 +134,14 @@ def admin_routes(handler: RequestHandler) -> APIRouter:
 
     def listed(names: list[str]) -> CartridgeList:
         entries = [entry for name in names for entry in library.entries(name)]
-        return CartridgeList(cartridges=[described(entry) for entry in entries])
+        return CartridgeList(
+            cartridges=[described(entry) for entry in entries],
+            damaged=[
+                DamagedVersion(name=name, version=version, fault=fault)
+                for name in names
+                for version, fault in library.damaged(name).items()
+            ],
+        )
 
     def changed(request: Request, action: str, cartridge: str) -> None:
         """Write a change to the audit log, before it is made."""
@@ -129,16 +153,17 @@ def admin_routes(handler: RequestHandler) -> APIRouter:
     @router.get("", summary="Every version of every cartridge")
     async def every(request: Request) -> CartridgeList:
         may_use = request.scope[CALLER].may_use
-        return await run_in_threadpool(lambda: listed(list(filter(may_use, library.names()))))
+        return await run_in_threadpool(lambda: listed(list(filter(may_use, library.every_name()))))
 
     @router.get("/{name}", summary="The versions of one")
     async def versions(name: Name) -> CartridgeList:
-        await _found(library.get, CartridgeName(name))
+        if not await run_in_threadpool(library.numbers, name):
+            await found(library.get, CartridgeName(name))
         return await run_in_threadpool(listed, [name])
 
     @router.get("/{name}/{version}")
     async def one(name: Name, version: Version) -> CartridgeEntry:
-        return described(await _found(library.get, CartridgeName(name, version)))
+        return described(await found(library.get, CartridgeName(name, version)))
 
     @router.post(
         "/{name}",
@@ -165,7 +190,7 @@ def admin_routes(handler: RequestHandler) -> APIRouter:
         summary="Give a version's text, for auto to choose it by; only its words are kept",
     )
     async def words(name: Name, version: Version, request: Request) -> CartridgeEntry:
-        entry = await _found(library.get, CartridgeName(name, version))
+        entry = await found(library.get, CartridgeName(name, version))
         try:
             counts = await run_in_threadpool(count_terms, (await request.body()).decode())
         except UnicodeDecodeError as error:
@@ -181,14 +206,9 @@ def admin_routes(handler: RequestHandler) -> APIRouter:
     @router.delete("/{name}/{version}", summary="Drop one version")
     async def drop(name: Name, version: Version, request: Request) -> DeletedCartridge:
         changed(request, "drop", name if version is None else f"{name}@{version}")
-        dropped = await _found(library.drop, name, version)
+        dropped = await found(library.drop, name, version)
         for number in dropped:
             resident.drop((name, number))
         return DeletedCartridge(name=name, versions=dropped)
 
     return router
-
-
-async def _found(look: Callable[..., T], *args: Any) -> T:
-    with refusing(404, code="cartridge_not_found"):
-        return await run_in_threadpool(look, *args)

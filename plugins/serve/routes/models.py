@@ -45,6 +45,7 @@ class ModelList(BaseModel):
 class ServerStatus(BaseModel):
     status: Literal["ok", "starting", "draining"]
     replicas: int = Field(description="generators in service")
+    library: bool = Field(description="the library's directory can be read")
 
 
 class PingReply(BaseModel):
@@ -77,12 +78,15 @@ def model_routes(handler: RequestHandler) -> APIRouter:
     async def health() -> ServerStatus:
         replicas = config.backend.healthy()
         status: Literal["ok", "starting"] = "ok" if replicas else "starting"
-        return ServerStatus(status="draining" if config.draining() else status, replicas=replicas)
+        return ServerStatus(
+            status="draining" if config.draining() else status, replicas=replicas,
+            library=await run_in_threadpool(config.library.is_readable),
+        )  # fmt: skip
 
     @router.get("/ready", summary="Requests are served: 200, else 503")
     async def ready(response: Response) -> ServerStatus:
         status = await health()
-        response.status_code = 200 if status.status == "ok" else 503
+        response.status_code = 200 if status.status == "ok" and status.library else 503
         return status
 
     @router.get("/ping", summary="Tokasaurus' sign of life")

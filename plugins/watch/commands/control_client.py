@@ -19,7 +19,11 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import grpc
 from pydantic import SecretStr
 
-from cartridge_forge.plugins.watch.control.endpoints import is_loopback, not_running
+from cartridge_forge.plugins.watch.control.endpoints import (
+    drawn_token,
+    is_loopback,
+    not_running,
+)
 from cartridge_forge.protocols.errors import ControlError, DataError
 from cartridge_forge.protocols.files import utc_text
 from cartridge_forge.protocols.records.status import MOST, PoolStatus, RunStatus
@@ -34,7 +38,8 @@ CHECKPOINT_SECONDS = 600.0  # the step in progress ends first
 
 @dataclass(frozen=True)
 class ControlTarget:
-    """Name a control plane. `run` is the run directory that gave the address, None without one;
+    """Name a control plane. `run` is the run directory that gave the address, None without one,
+    which also has the token where `token` is None and the run drew one;
     `ca` the PEM text that verifies its certificate, None without TLS; `cert` and `key` those of
     this client, None where it needs none."""
 
@@ -69,8 +74,11 @@ class ControlClient:
         self._metadata: list[tuple[str, str]] = []
         if target.run is not None:
             self._metadata.append((RUN_KEY, target.run.name))
-        if target.token is not None:
-            self._metadata.append(("authorization", f"Bearer {target.token.get_secret_value()}"))
+        token = target.token
+        if token is None and target.run is not None:
+            token = drawn_token(target.run)
+        if token is not None:
+            self._metadata.append(("authorization", f"Bearer {token.get_secret_value()}"))
 
     def __enter__(self) -> ControlClient:
         return self

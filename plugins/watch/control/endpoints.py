@@ -3,12 +3,14 @@
     {"control": "127.0.0.1:41233", "metrics": "http://127.0.0.1:42345/metrics", "pid": 1234}
 
 The controller writes the file and removes it at the end. A killed controller leaves it behind, so
-readers check that the process is alive. The token of a control plane stays in the environment.
+readers check that the process is alive. The token of a control plane stays in the environment;
+where the spec names none, the controller draws one and writes it to `control.token` beside it.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from cartridge_forge.services.proc_info import has_ended
 from cartridge_forge.services.run_directory import LATEST, RunDirectory
 
 FILE = "endpoints.json"
+TOKEN_FILE = "control.token"
 
 
 @dataclass(frozen=True)
@@ -35,14 +38,18 @@ class Endpoints:
     pid: int
 
 
-def write_endpoints(run: Path, endpoints: Endpoints) -> None:
-    """Write the file by rename, readable by this user alone, because it gives access to the run."""
+def write_endpoints(run: Path, endpoints: Endpoints, token: SecretStr | None = None) -> None:
+    """Write the file, and the drawn `token` if any, by rename, readable by this user alone, because
+    they give access to the run."""
+    if token is not None:
+        write_atomically(run / TOKEN_FILE, token.get_secret_value() + "\n", mode=0o600)
     write_atomically(run / FILE, json.dumps(asdict(endpoints)) + "\n", mode=0o600)
 
 
 def remove_endpoints(run: Path) -> None:
-    """Remove the file as the run ends; a missing file is no error."""
-    (run / FILE).unlink(missing_ok=True)
+    """Remove the files as the run ends; a missing one is no error."""
+    for name in (FILE, TOKEN_FILE):
+        (run / name).unlink(missing_ok=True)
 
 
 def read_endpoints(run: Path) -> Endpoints:
@@ -131,6 +138,25 @@ def read_token(name: str) -> SecretStr:
     Raises SpecError for none, or one that gRPC cannot carry; the message does not contain it.
     """
     return read_secret("control.token_env", name, "the control plane's token")
+
+
+def new_token() -> SecretStr:
+    """Return a token for one start of a run, of 256 random bits."""
+    return SecretStr(secrets.token_urlsafe(32))
+
+
+def drawn_token(run: Path) -> SecretStr | None:
+    """Return the token that the controller drew, None where it drew none. Raises ControlError for a
+    file that this user may not read."""
+    try:
+        text = (run / TOKEN_FILE).read_text().strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ControlError(
+            f"cannot read {run / TOKEN_FILE}: {error}; the user who started the run may steer it"
+        ) from None
+    return SecretStr(text)
 
 
 def _folders(path: Path) -> Iterator[Path]:

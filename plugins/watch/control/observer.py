@@ -11,6 +11,7 @@ from typing import Any
 from cartridge_forge.plugins.watch.control.commands import RunCommands
 from cartridge_forge.plugins.watch.control.endpoints import (
     Endpoints,
+    new_token,
     remove_endpoints,
     write_endpoints,
 )
@@ -42,14 +43,15 @@ class ControlledRun:
         self._commands = RunCommands(
             run.status, run.show, lambda: run.pools, run.log, run.scale, mesh.control.max_replicas
         )
-        self._plane = ControlPlane(self._commands, mesh.control, self._directory.id)
+        token = new_token() if mesh.control.token_env is None else None
+        self._plane = ControlPlane(self._commands, mesh.control, self._directory.id, token)
         watching = watch(
             run.status, run.show, run.log, run.pools, mesh.watchdog, path, mesh.spawn_timeout_s / 2
         )
         self._watching = asyncio.create_task(watching)
         await self._plane.start()
         endpoints = Endpoints(self._plane.address, self.sink.metrics_url, os.getpid())
-        write_endpoints(path, endpoints)
+        write_endpoints(path, endpoints, token)
 
     async def stop_run(self) -> None:
         if self._commands is not None:

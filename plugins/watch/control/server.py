@@ -2,9 +2,9 @@
 
     client --- control.proto ---> ControlPlane --- protocols.ports.RunControl ---> the run
 
-The server runs on the event loop of its caller. On loopback it needs no credentials; elsewhere the
-spec demands a client's certificate and a token with every call, health checks and reflection
-included.
+The server runs on the event loop of its caller. Every call carries a token, health checks and
+reflection included: that of `control.token_env`, else one that the run draws. Beyond loopback the
+spec demands a client's certificate too.
 """
 
 from __future__ import annotations
@@ -70,9 +70,12 @@ class ControlPlane:
     or a token that cannot be read, and for an address that it cannot listen on.
     """
 
-    def __init__(self, control: RunControl, spec: ControlSpec, run: str) -> None:
+    def __init__(
+        self, control: RunControl, spec: ControlSpec, run: str, token: SecretStr | None = None
+    ) -> None:
+        """`token` is asked for where `spec` names none."""
         self._spec = spec
-        self._token = None if spec.token_env is None else read_token(spec.token_env)
+        self._token = token if spec.token_env is None else read_token(spec.token_env)
         self._service = ControlServicer(control, run)
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None

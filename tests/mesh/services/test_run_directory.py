@@ -7,6 +7,7 @@ import secrets
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -509,3 +510,52 @@ def test_processes_that_start_at_once_get_different_runs(tmp_path: Path) -> None
 )
 def test_the_outcome_is_that_of_the_last_start(events: list[str], status: str) -> None:
     assert outcome([{"event": event} for event in events]) == status
+
+
+def numbered(arm: str, step: int, number: int) -> RolloutRow:
+    return replace(rollout(arm, step), id=f"{arm}/{step}/{number}")
+
+
+ON_POLICY, OFFLINE = 0, 1  # the first of a position
+
+
+@pytest.mark.parametrize(
+    ("order", "position"),
+    [
+        ([0, 1, 2, 3, 4, 5], None),
+        ([0, 1, 1, 2, 3, 4, 5], (ON_POLICY, 1)),  # step 2 stands twice
+        ([0, 1, 2, 3, 4, 5, 5], (OFFLINE, 2)),
+        ([0, 2, 1, 3, 4, 5], (ON_POLICY, 1)),
+        ([0, 1, 3, 2, 4, 5], (ON_POLICY, 2)),  # of two arms
+        ([0, 1, 2, 3, 4, 5, 0], (ON_POLICY, 0)),
+    ],
+)
+def test_steps_that_stand_twice_or_elsewhere_are_not_gone_on_from(
+    run: RunDirectory, order: list[int], position: tuple[int, int] | None
+) -> None:
+    steps = [(arm, step) for arm in ("on_policy", "offline") for step in (1, 2, 3)]
+    for arm, step in steps:
+        run.append_rollouts([numbered(arm, step, 0)])
+    for index in order:
+        run.append_metric(metric(*steps[index]))
+    stands, messages = run.heal()
+    assert stands == position
+    assert len(messages) == (position is not None)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "position"),
+    [
+        ([0, 1, 2, 9, 10], None),
+        ([0, 1, 1, 2], (OFFLINE, 1)),
+        ([1, 0, 2], (OFFLINE, 1)),
+        ([0, 1, 10, 9], (OFFLINE, 1)),
+    ],
+)
+def test_rollouts_that_stand_twice_or_were_swapped_are_seen(
+    run: RunDirectory, numbers: list[int], position: tuple[int, int] | None
+) -> None:
+    run.append_rollouts([numbered("offline", 1, 0), numbered("offline", 1, 1)])
+    run.append_rollouts([numbered("offline", 2, number) for number in numbers])
+    run.append_rollouts([numbered("offline", 3, 0)])
+    assert run.heal()[0] == position

@@ -19,7 +19,7 @@ from chaos import REPLACED
 from small_run import ROOT, command, rows, running
 
 from cartridge_forge.plugins.watch.commands.control_client import ControlClient, ControlTarget
-from cartridge_forge.plugins.watch.control.endpoints import read_endpoints
+from cartridge_forge.plugins.watch.control.endpoints import drawn_token, read_endpoints
 from cartridge_forge.protocols.errors import ControlError, DataError
 from cartridge_forge.protocols.wire import control_pb2 as pb
 from cartridge_forge.protocols.wire.control_pb2_grpc import ControlStub
@@ -114,12 +114,16 @@ def test_followers_that_read_nothing_and_absurd_sizes_keep_nobody_from_stopping(
     with contextlib.ExitStack() as held, running(command(tmp_path, **sets), tmp_path) as run:
         path = run.wait_for("on_policy", 2)
         address = read_endpoints(path).control
+        drawn = drawn_token(path)
+        assert drawn is not None
+        token = [("authorization", f"Bearer {drawn.get_secret_value()}")]
         followers = []
         for _ in range(64):
             channel = held.enter_context(
                 grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
             )
-            followers.append(ControlStub(channel).Events(pb.EventsRequest(replay=2**32 - 1)))
+            asked = pb.EventsRequest(replay=2**32 - 1)
+            followers.append(ControlStub(channel).Events(asked, metadata=token))
         for follower in followers[::2]:
             threading.Thread(target=read_slowly, args=(follower,), daemon=True).start()
         refused = 0

@@ -296,6 +296,7 @@ def test_a_run_is_stored_and_fetched_elsewhere(
     copies.start()
     checkpoint(run_store_directory.path, "version-000002")
     (run_store_directory.path / "endpoints.json").write_text("{}")
+    (run_store_directory.path / "control.token").write_text("a-token-of-this-start")
     (run_store_directory.path / ".hidden").write_text("")
     run_store_directory.append_event("checkpoint", path="version-000002")
     assert copies.end() == ""
@@ -304,7 +305,7 @@ def test_a_run_is_stored_and_fetched_elsewhere(
     assert not is_ahead(run, tmp_path / "runs")
     path = fetch(stored_at(f"{url}/clinic/{run_store_directory.id}"), there)
     assert stored_names(path) == stored_names(run_store_directory.path)
-    assert "endpoints.json" not in stored_names(path)
+    assert not {"endpoints.json", "control.token"} & set(stored_names(path))
     for name in stored_names(path):
         assert (path / name).read_bytes() == (run_store_directory.path / name).read_bytes()
     assert not is_ahead(run, there)

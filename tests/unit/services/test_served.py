@@ -155,3 +155,23 @@ def test_a_trainer_elsewhere_keeps_its_last_state_in_the_store() -> None:
     store = "records.store=s3://bucket/runs"
     for sets, here in (([], True), ([hosts], True), ([store], True), ([hosts, store], False)):
         assert last_state_here(load_spec(MESH, sets=sets).spec) == here
+
+
+def test_the_number_of_descriptors_is_raised_or_refused() -> None:
+    code = (
+        "import resource, sys; from cartridge_forge.services.proc_info import require_descriptors; "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (48, int(sys.argv[1]))); "
+        "require_descriptors(); print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+
+    def tried(hard: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code, str(hard)], capture_output=True, text=True, check=False
+        )
+
+    assert tried(200).stdout == "200\n"
+    refused = tried(48)
+    assert refused.returncode != 0
+    assert "this process may open 48 files and connections at a time, and needs 128; raise" in (
+        refused.stderr
+    )

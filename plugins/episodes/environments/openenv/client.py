@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -42,9 +43,12 @@ from cartridge_forge.plugins.episodes.environments.sessions import (
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation
 from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.foreign import count, items, read_json, stays, value_of
 from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool, ToolAction
 
 MAX_MESSAGE_BYTES = 1 << 22
+MOST_SHOWN = 500  # characters of a server's text in an error
+MOST_SESSIONS = 100_000
 CLOSE_TIMEOUT_S = 1.0
 SCHEMA_TIMEOUT_S = 10.0
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -77,7 +81,7 @@ class OpenEnvClient(ReplayedSessions[ClientConnection]):
 
     async def _open(self, move: EnvironmentRequest) -> ClientConnection:
         try:
-            return await connect(
+            return await SameOriginConnection(
                 f"ws{self._url.removeprefix('http')}/ws", proxy=self._proxy, open_timeout=None,
                 close_timeout=CLOSE_TIMEOUT_S, max_size=MAX_MESSAGE_BYTES,
             )  # fmt: skip
@@ -135,7 +139,7 @@ class OpenEnvClient(ReplayedSessions[ClientConnection]):
         try:
             with contextlib.suppress(ConnectionClosed):  # it may have said why before it closed
                 await connection.send(json.dumps({"type": kind, "data": data}))
-            reply = json.loads(await connection.recv())
+            reply = read_json(await connection.recv(), MAX_MESSAGE_BYTES)
         except (OSError, WebSocketException, ValueError) as error:
             raise SessionLost(f"{type(error).__name__}: {error}") from error
         content = reply.get("data") if isinstance(reply, dict) else None
@@ -143,11 +147,10 @@ class OpenEnvClient(ReplayedSessions[ClientConnection]):
             raise SessionLost(f"not an OpenEnv reply: {str(reply)[:200]}")
         if reply.get("type") != "error":
             return content
-        code = content.get("code", "no code")
-        why = content.get("message", "no reason")
+        code = str(content.get("code", "no code"))[:MOST_SHOWN]
+        why = str(content.get("message", "no reason"))[:MOST_SHOWN]
         if code == CAPACITY_REACHED:
-            most = content.get("max_sessions")
-            raise SessionsFull(most if isinstance(most, int) and most > 0 else 1, FULL_REMEDY)
+            raise SessionsFull(count(content.get("max_sessions"), MOST_SESSIONS) or 1, FULL_REMEDY)
         if code == VALIDATION_ERROR and kind == "step" and data is not LIST_TOOLS:
             if self._known:  # the keys fit, so the text does not: "left" for a number
                 raise UnfitAction(_misfit(content))
@@ -165,6 +168,25 @@ class OpenEnvClient(ReplayedSessions[ClientConnection]):
         handle.transport.abort()
 
 
+class SameOriginConnection(connect):
+    """Connect over a WebSocket, and follow no redirection to another origin."""
+
+    def process_redirect(self, exc: Exception) -> Exception | str:
+        target = super().process_redirect(exc)
+        return exc if isinstance(target, str) and not stays(self.uri, target) else target
+
+
+class SameOriginRedirects(urllib.request.HTTPRedirectHandler):
+    """Follow no redirection to another origin: its status is the reply."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        if not stays(req.full_url, newurl):
+            return None
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
 class UnfitAction(Exception):
     """Signal an action of the student that does not fit the server's schema."""
 
@@ -180,23 +202,24 @@ def _observed(
 
 def _misfit(data: Mapping[str, Any]) -> str:
     """Return what is wrong with an action, by the server's first complaint."""
-    errors = data.get("errors")
-    first = errors[0] if isinstance(errors, list) and errors else {}
-    where = ".".join(map(str, first.get("loc", ()))) if isinstance(first, dict) else ""
-    why = first.get("msg", "it does not fit") if isinstance(first, dict) else "it does not fit"
+    first = next(iter(items(data.get("errors"))), None)
+    where = ".".join(map(str, items(value_of(first, "loc"))))[:MOST_SHOWN]
+    why = str(value_of(first, "msg") or "it does not fit")[:MOST_SHOWN]
     return f"bad action: {where}: {why}." if where else f"bad action: {why}."
 
 
 def action_schema(url: str) -> Mapping[str, Any] | None:
     """Return the JSON schema of a server's actions; None where it tells none."""
     local = urlsplit(url).hostname in LOOPBACK
-    handlers = [urllib.request.ProxyHandler({})] if local else []
+    handlers: list[urllib.request.BaseHandler] = [SameOriginRedirects()]
+    if local:
+        handlers.append(urllib.request.ProxyHandler({}))
     try:
         with urllib.request.build_opener(*handlers).open(
             f"{url}/schema", timeout=SCHEMA_TIMEOUT_S
         ) as reply:
-            schema = json.loads(reply.read(MAX_MESSAGE_BYTES)).get("action")
-    except (OSError, ValueError, AttributeError):
+            schema = value_of(read_json(reply.read(MAX_MESSAGE_BYTES)), "action")
+    except (OSError, ValueError, http.client.HTTPException):
         return None
     return schema if isinstance(schema, dict) else None
 
@@ -211,10 +234,10 @@ def check_action(spec: EnvironmentSpec, schema: Mapping[str, Any]) -> None:
     )
     if spec.action != "text" or not fields:
         return
-    missing = [n for n in schema.get("required", ()) if n not in (spec.action_key, "metadata")]
+    missing = [n for n in items(schema.get("required")) if n not in (spec.action_key, "metadata")]
     if spec.action_key in fields and not missing:
         return
-    named = ", ".join(sorted(fields))
+    named = ", ".join(sorted(fields))[:MOST_SHOWN]
     why = f"has no field {spec.action_key}" if spec.action_key not in fields else "needs more"
     remedy = "set action: tool" if "tool_name" in fields else "set action_key to its text field"
     raise DataError(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
 from cartridge_forge.protocols.episodes import Observation
+from cartridge_forge.protocols.foreign import number
 from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool, Role
 
 TEXT_KEYS = ("text", "content")
 SCHEMA_KEYS = ("parameters", "input_schema", "inputSchema")
+MOST_REWARD = 1e15  # a square of it is a number in float32 too
 ROLES: tuple[Role, ...] = get_args(Role)
 
 
@@ -45,11 +46,9 @@ def observed(data: Mapping[str, Any], opening: bool, text_key: str | None = None
 
 
 def reward_of(data: Mapping[str, Any]) -> float | None:
-    """Return a reply's reward; None where it has none, or no finite number."""
+    """Return a reply's reward; None where it has none, or one beyond MOST_REWARD."""
     reward = data.get("reward")
-    if not isinstance(reward, bool | int | float) or not math.isfinite(reward):
-        return None
-    return float(reward)
+    return float(reward) if isinstance(reward, bool) else number(reward, -MOST_REWARD, MOST_REWARD)
 
 
 def called(data: Mapping[str, Any]) -> Mapping[str, Any]:

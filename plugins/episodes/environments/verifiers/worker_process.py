@@ -17,6 +17,7 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ from cartridge_forge.plugins.sandbox.limited_process import START_SECONDS, START
 from cartridge_forge.protocols.episodes import Task
 from cartridge_forge.protocols.errors import DataError, RunError
 from cartridge_forge.protocols.files import REPOSITORY
+from cartridge_forge.protocols.foreign import count, read_json, value_of
 from cartridge_forge.protocols.secrets import confined
 from cartridge_forge.protocols.step import NO_DOCUMENT
 
@@ -197,10 +199,11 @@ class VerifiersWorker:
         why = ""
         try:
             while line := await process.stdout.readline():
-                reply = json.loads(line)
-                if reply.get("ready"):
+                reply = read_json(line, MAX_LINE_BYTES)
+                number = count(value_of(reply, "id"), sys.maxsize)
+                if value_of(reply, "ready"):
                     self._ready.set()
-                elif (waits := self._asked.get(reply["id"])) and not waits.done():
+                elif (waits := self._asked.get(number or 0)) and not waits.done():
                     waits.set_result(reply)
         except ValueError as error:  # too long, or not JSON
             why = f"it said what cannot be read: {error}; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from serving_setup import (
 from cartridge_forge.plugins.serve.spec import RIGHTS
 
 KEY = "sk-forge-0123456789"
+WARD = "sk-ward-0123456789"
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +127,61 @@ def test_what_prometheus_is_told(served: Served, client: OpenAI) -> None:
     assert samples["forge_serve_first_token_seconds_count",] > 0
     assert samples["forge_serve_pending",] == 0
     assert samples["forge_serve_queue_depth",] == 0
+
+
+def test_damage_in_the_library_is_told_and_the_rest_is_served(tmp_path: Path) -> None:
+    admin = ("inference", "admin")
+    keys = (
+        an_api_key("all", KEY, rights=RIGHTS),
+        an_api_key("ward", WARD, rights=admin, cartridges=("p1", "p9")),
+    )
+    with serving(tmp_path, api_keys=keys) as one:
+        everything, ward = ({"authorization": f"Bearer {key}"} for key in (KEY, WARD))
+        for name in ("p1", "p1", "other_ward"):
+            status, _, _ = raw(
+                one, f"/admin/cartridges/{name}", save({"kv": cartridge(3)}), method="POST",
+                **everything,
+            )  # fmt: skip
+            assert status == 201
+        directory = one.house.library.directory
+        manifest = directory / "p1" / "2" / "manifest.json"
+        manifest.write_bytes(manifest.read_bytes()[:40])
+
+        for path in ("/admin/cartridges", "/admin/cartridges/p1"):
+            status, _, content = raw(one, path, method="GET", **everything)
+            listed = json.loads(content)
+            assert status == 200
+            named = [(c["name"], c["version"]) for c in listed["cartridges"] if c["name"] == "p1"]
+            assert named == [("p1", 1)]
+            assert [(d["name"], d["version"]) for d in listed["damaged"]] == [("p1", 2)]
+        # No answer names a cartridge that the key is not for.
+        for method, path in (
+            ("GET", ""),
+            ("GET", "/p9"),
+            ("GET", "/p9/1"),
+            ("GET", "/p1/7"),
+            ("DELETE", "/p9"),
+            ("DELETE", "/p9/3"),
+            ("PUT", "/p9/1/words"),
+            ("GET", "/absent"),
+            ("DELETE", "/absent"),
+        ):
+            _, _, content = raw(one, f"/admin/cartridges{path}", b"x", method=method, **ward)
+            assert b"other_ward" not in content, (method, path)
+
+        path = "/admin/cartridges/p1/2"
+        assert raw(one, path, method="DELETE", **everything)[0] == 200
+        status, _, content = raw(one, "/admin/cartridges", method="GET", **everything)
+        assert (status, json.loads(content)["damaged"]) == (200, [])
+
+        assert raw(one, "/ready", method="GET")[0] == 200
+        directory.rename(directory.with_name("elsewhere"))
+        status, _, content = raw(one, "/ready", method="GET")
+        assert (status, json.loads(content)["library"]) == (503, False)
+        for method, path in (("GET", ""), ("GET", "/p1"), ("POST", "/p1"), ("DELETE", "/p1")):
+            status, _, content = raw(
+                one, f"/admin/cartridges{path}", save({"kv": cartridge(3)}), method=method,
+                **everything,
+            )  # fmt: skip
+            assert (status, json.loads(content)["error"]["code"]) == (503, "library_unusable")
+        assert not directory.exists()

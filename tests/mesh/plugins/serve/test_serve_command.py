@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 from openai import OpenAI
+from other_user import listeners, opened_by_nobody
 from served import serve_command
+
+from cartridge_forge.services.proc_info import descendants
 
 
 def alive(directory: Path) -> list[str]:
@@ -58,3 +61,13 @@ def test_it_drains_and_leaves_no_process(tmp_path: Path, end: signal.Signals) ->
     while alive(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert alive(tmp_path) == []
+
+
+def test_another_user_of_the_host_reaches_the_http_port_alone(tmp_path: Path) -> None:
+    with serve_command(tmp_path) as (process, url, _):
+        unix, ports = listeners([process.pid, *descendants(process.pid)])
+        assert unix
+        assert [name for name in unix if name.startswith("@")] == []
+        if os.geteuid() == 0:
+            assert opened_by_nobody(unix) == []
+        assert ports == [int(url.rpartition(":")[2])]

@@ -349,3 +349,79 @@ def test_a_count_that_was_changed_is_found(tmp_path: Path) -> None:
     file.write_text(json.dumps(plain))
     with pytest.raises(DataError, match="its own checksum"):
         read_terms(file)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-20])
+
+
+def no_manifest(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+
+
+DAMAGE = {
+    "cut manifest": lambda folder: cut(folder / MANIFEST),
+    "empty manifest": lambda folder: (folder / MANIFEST).write_bytes(b""),
+    "deep manifest": lambda folder: (folder / MANIFEST).write_text("[" * 10**5),
+    "no manifest": no_manifest,
+    "a folder as manifest": lambda folder: (no_manifest(folder), (folder / MANIFEST).mkdir()),
+    "cut file": lambda folder: cut(folder / FILE),
+    "no file": lambda folder: (folder / FILE).unlink(),
+}
+
+
+@pytest.mark.parametrize("harm", DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.parametrize("newest", [True, False], ids=["newest", "first"])
+def test_a_damaged_version_is_named_and_dropped(
+    library: CartridgeStore, harm: Any, newest: bool
+) -> None:
+    add(library), add(library), add(library, "p2")
+    version = 2 if newest else 1
+    harm(library.directory / "p1" / str(version))
+    assert [e.key for e in library.entries("p1")] == [("p1", 3 - version)]
+    (fault,) = library.damaged("p1").items()
+    assert fault[0] == version
+    assert f"cartridge p1@{version} is damaged: " in fault[1]
+    assert library.every_name() == ["p1", "p2"]
+    assert library.damaged("p2") == {}
+    assert library.drop("p1", version) == [version]
+    assert library.damaged("p1") == {}
+    assert library.get(CartridgeName("p1")).key == ("p1", 3 - version)
+    assert add(library).key == ("p1", 3)  # a number is never used again
+
+
+def test_a_cartridge_of_damaged_versions_alone_is_named_and_dropped(
+    library: CartridgeStore,
+) -> None:
+    no_manifest(add(library).path.parent)
+    assert library.every_name() == ["p1"]
+    assert list(library.damaged("p1")) == [1]
+    assert library.drop("p1") == [1]
+    assert library.every_name() == []
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"1.5", b"\xff\xfe", b"9" * 5000])
+def test_a_tag_or_a_last_number_of_anything_else_is_none(
+    library: CartridgeStore, content: bytes
+) -> None:
+    entry = add(library)
+    library.tag(CartridgeName("p1", 1), "best")
+    folder = entry.path.parent.parent
+    (folder / "tags" / "best").write_bytes(content)
+    (folder / "last").write_bytes(content)
+    assert library.tags("p1") == {}
+    assert add(library).key == ("p1", 2)
+    library.untag("p1", "best")
+    assert not (folder / "tags" / "best").exists()
+    with pytest.raises(DataError, match="has no tag"):
+        library.untag("p1", "../last")
+
+
+def test_a_library_that_vanished_is_not_made_again(library: CartridgeStore) -> None:
+    assert library.is_readable()
+    library.directory.rmdir()
+    assert not library.is_readable()
+    for look in (library.names, library.every_name, lambda: add(library)):
+        with pytest.raises(FileNotFoundError):
+            look()
+    assert not library.directory.exists()
