@@ -54,7 +54,8 @@ STATUS_SECONDS = 1.0  # between two statuses: each takes both processes 2 ms
 STATUS_TIMEOUT = 30.0
 STILL_SECONDS = 2.0  # at most, of one poll: in the rest this process was stopped
 LOCAL_ENVIRONMENT = {
-    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "15s",
+    # Its clock goes on while all processes are stopped (a closed lid, a paused container).
+    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "1h",
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "36500d",
 }
 OF_THE_MESH = (b"monarch", b"forkserver")  # in the command lines of its processes

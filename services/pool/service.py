@@ -71,6 +71,7 @@ class Service:
         self._lifecycle = ReplicaLifecycle(self.pools, processes, health, spawn_timeout_s, note)
         self._processes = processes
         self._health = health
+        self._awake = 0.0  # when this process went on after a pause: silence is judged from there
         self._call_timeout_s, self._spawn_timeout_s = call_timeout_s, spawn_timeout_s
         self._note, self._observe = note, observe
         self._loop = asyncio.get_running_loop()
@@ -270,6 +271,8 @@ class Service:
         while True:
             # This process was held up: a replica that seems silent may have answered meanwhile.
             late = time.monotonic() - due > pause
+            if time.monotonic() - due > self._health.suspect_after_s:
+                self._awake = time.monotonic()  # a pause, of all processes perhaps
             for pool in list(self.pools.values()):
                 for replica in list(pool.replicas):
                     self._look_at(replica, late)
@@ -292,7 +295,8 @@ class Service:
             replica.memory_bytes = process.memory_bytes
         if late or (process.local and replica.state not in IN_SERVICE):
             return
-        life = silent(replica.life, time.monotonic() - replica.beaten, self._health)
+        silent_s = time.monotonic() - max(replica.beaten, self._awake)
+        life = silent(replica.life, silent_s, self._health)
         if life.over or self._lifecycle.lost_host(replica):
             self._lifecycle.lost(replica, f"it was silent for {self._health.dead_after_s:g} s")
         elif life.takes_requests and not replica.life.takes_requests:
