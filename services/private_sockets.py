@@ -145,25 +145,30 @@ def _entries(library: str, function: str) -> Iterator[int]:
                     yield bias + offset
 
 
+def _maps() -> Iterator[tuple[int, int, str, int, str]]:
+    """Yield this process's mapped pages: first, behind the last, permissions, offset, file."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, permissions, offset, _, _, *file = line.split(maxsplit=5)
+        first, stop = (int(end, 16) for end in span.split("-"))
+        yield first, stop, permissions, int(offset, 16), file[0] if file else ""
+
+
 def _load_address(library: str) -> int:
     """Return where the first page of a loaded library is. Raises OSError where it is not loaded."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        fields = line.split(maxsplit=5)
-        if (
-            len(fields) == 6
-            and int(fields[2], 16) == 0
-            and Path(fields[5]) == Path(library).resolve()
-        ):
-            return int(fields[0].partition("-")[0], 16)
+    loaded = str(Path(library).resolve())
+    for first, _, _, offset, file in _maps():
+        if offset == 0 and file == loaded:
+            return first
     raise OSError(f"{library} is not loaded")
 
 
 def _write(libc: ctypes.CDLL, slot: int, value: int) -> None:
-    """Write a pointer to an entry of the table, which the loader has made read-only. Raises
+    """Write a pointer to an entry of the table, which the loader may have made read-only. Raises
     OSError."""
-    page = ctypes.c_void_p(slot - slot % mmap.PAGESIZE)
-    for protection in (mmap.PROT_READ | mmap.PROT_WRITE, mmap.PROT_READ):
-        if libc.mprotect(page, ctypes.c_size_t(mmap.PAGESIZE), protection):
-            raise OSError(ctypes.get_errno(), "the table of a library stays read-only")
-        if protection & mmap.PROT_WRITE:
-            ctypes.c_void_p.from_address(slot).value = value
+    read_only = any(first <= slot < stop and "w" not in how for first, stop, how, _, _ in _maps())
+    page, size = ctypes.c_void_p(slot - slot % mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE)
+    if read_only and libc.mprotect(page, size, mmap.PROT_READ | mmap.PROT_WRITE):
+        raise OSError(ctypes.get_errno(), "the table of a library stays read-only")
+    ctypes.c_void_p.from_address(slot).value = value
+    if read_only:
+        libc.mprotect(page, size, mmap.PROT_READ)

@@ -248,6 +248,7 @@ class LongHealthPrompts:
         """Cut charts into chunks of at most `most` tokens, None: not at all. `date` is the one that
         the chat template may write, None for now."""
         self._spec = spec
+        self._student_top = spec.teacher.student_top
         self._tokenizer = tokenizer
         self.patients = {p.id: p for p in patients}
         overlap = spec.documents.overlap
@@ -295,7 +296,7 @@ class LongHealthPrompts:
         prompts = self._prepared.pop(step, None) or self._prompts("on_policy", step)
         train, names = self._spec.train, sorted(self.layout.cartridges)
         composed = with_composition(prompts, version, names, train.compose, train.seed)
-        return with_likeliest(composed, self._spec.teacher.student_top)
+        return with_likeliest(composed, self._student_top)
 
     def prepare(self, step: int) -> None:
         """Make the on-policy prompts of `step` beforehand, while the models work."""

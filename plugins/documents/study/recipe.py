@@ -93,6 +93,7 @@ class DocumentsRecipe(Recipe):
         """Take the questions of a dataset's `rows` where they are given, and write none."""
         assert spec.self_study is not None
         self._spec, self._study, self._parts = spec, spec.self_study, parts
+        self._student_top = spec.teacher.student_top
         self._directory, self._model = directory, model_name(spec.model.path)
         self.layout = parts.layout
         self._titles, self._tokenizer = context_titles(spec, parts), tokenizer
@@ -280,7 +281,7 @@ class DocumentsRecipe(Recipe):
         names = sorted(self.layout.cartridges)
         prompts = with_likeliest(
             with_composition(asked, version, names, train.compose, train.seed),
-            self._spec.teacher.student_top,
+            self._student_top,
         )
         if self._sampling is not None:
             return await self._sampling.rollout(step, prompts, generate, ended)

@@ -211,6 +211,7 @@ WALL_CLOCK = {
     "plugins/library/store.py": "the age of what was left behind, and is in nobody's use",
     "plugins/serve/handler.py": "a field of a reply",
     "plugins/serve/routes/models.py": "a field of a reply",
+    "plugins/serve/routing.py": "an age of a folder; a clock that was set back reads it again",
     "plugins/watch/telemetry/tensorboard.py": "the times of records",
     "plugins/replay/ledger.py": "the times of records; an age is bounded by the monotonic clock",
     "plugins/replay/panel.py": "the time of a record",
