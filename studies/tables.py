@@ -28,7 +28,7 @@ from cartridge_forge.plugins.watch.console import duration, interval, percent
 from studies import archive
 from studies.archive import KeptRun, document, rows
 from studies.cells import Units, counted, decided, p_value, paired, points, shares, spread, table
-from studies.on_policy.arms import pilot_arms
+from studies.on_policy.arms import main_job_forms, pilot_arms
 from studies.registered import AFTER_OWN, ANSWERS, COMPARISONS, OTHER_ARMS, REGISTERED
 
 Cells = list[str]
@@ -715,6 +715,7 @@ TABLES: Mapping[str, Callable[[str, str], Table]] = {
     "merging_differences": merging_differences,
     "trained_to_aggregate": trained_to_aggregate,
     "document_arms": document_arms,
+    "main_job_forms": main_job_forms,
     "pilot_arms": pilot_arms,
     "document_primary": lambda study, sweep: document_comparisons(study, sweep, "primary"),
     "document_secondary": lambda study, sweep: document_comparisons(study, sweep, "secondary"),

@@ -1,4 +1,5 @@
-"""Tabulate the pilot of verified rollouts (`studies.on_policy.pilot`)."""
+"""Tabulate what was tried beside the study: the pilot of verified rollouts
+(`studies.on_policy.pilot`), and forms of the main job."""
 
 from __future__ import annotations
 
@@ -45,3 +46,15 @@ def arms_of(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             tokens = f"{fmean(r['tokens'] for r in rows):,.0f}"
         body.append([arm, means[0], difference, *means[1:], accepted, tokens])
     return HEADS, body
+
+
+def main_job_forms(study: str, record: str) -> tuple[list[str], list[list[str]]]:
+    """Return the accuracies of the forms of the main job that a record has."""
+    body = [
+        [
+            row["arm"], str(row["steps"] or "-"), f"{row['tokens']:,}" if row["tokens"] else "-",
+            f"{row['greedy']:.1%}", f"{row['sampled']:.1%}",
+        ]
+        for row in document(study, f"{record}.json")["rows"]
+    ]  # fmt: skip
+    return ["form", "steps", "trained tokens", "greedy", "sampled"], body
