@@ -164,7 +164,9 @@ def test_a_batch_that_is_not_divided_is_trained_in_passes_beside(
     one, two = found
     assert ran == [(1, 1), (2, 2)]
     assert one.gradient is not None
-    torch.testing.assert_close(two.gradient, one.gradient, rtol=1e-4, atol=1e-7)
+    # float32 sums of other orders err by the largest of what they add, whatever is left of it.
+    largest = float(one.gradient.abs().max())
+    torch.testing.assert_close(two.gradient, one.gradient, rtol=0.0, atol=1e-4 * largest)
     assert two.result.tokens == one.result.tokens
     for name, term in one.result.terms.items():
         assert two.result.terms[name]["value"] == pytest.approx(term["value"], rel=1e-5, abs=1e-7)
