@@ -85,7 +85,8 @@ def read_compacted(
     _check_sight(model)
     frequencies = frequencies_of(str(model))
     moved = shifted(cache.kv.double(), tokens - document_tokens, frequencies)
-    kv, folding = moved.to(cache.kv.dtype), []
+    kv = moved.to(cache.kv.dtype)
+    folding: list[LayerFolding] = []
     if cache.biases is not None:
         kv, folding = _folded(str(model), moved, kv, cache.biases, text)
     source: dict[str, Any] = {"file": path.name, "document_tokens": document_tokens}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig
+from transformers import DynamicCache, MistralConfig
 
 from cartridge_forge.plugins.library.formats.kv_cache import CompactedCache, checked, read, unpack
 from cartridge_forge.protocols.errors import DataError
@@ -176,8 +176,7 @@ def test_a_cache_whose_entries_are_all_hidden_is_refused() -> None:
 
 
 def sliding_cache() -> DynamicCache:
-    config = LlamaConfig(num_hidden_layers=1, layer_types=["sliding_attention"], sliding_window=4)
-    cache = DynamicCache(config=config)
+    cache = DynamicCache(config=MistralConfig(num_hidden_layers=1, sliding_window=4))
     cache.update(*PAIRS[0], 0)
     return cache
 
