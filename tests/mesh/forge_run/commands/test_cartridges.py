@@ -109,8 +109,10 @@ def test_a_compacted_cache_of_another_program_is_converted(
     torch.save(pairs, tmp_path / "press.pt")
     (tmp_path / "text").write_text("Who is the surgeon of the ward, and where is she? " * 40)
 
+    target = str(tmp_path / "c")
+
     def convert(source: str, *more: str) -> int:
-        return forge(["convert", str(tmp_path / source), str(tmp_path / "c"), "--to", "peft", *more])
+        return forge(["convert", str(tmp_path / source), target, "--to", "peft", *more])
 
     model, tokens = ("--model", str(READER)), ("--document-tokens", "90")
     text = ("--text", str(tmp_path / "text"))
@@ -128,7 +130,7 @@ def test_a_compacted_cache_of_another_program_is_converted(
     out, err = capsys.readouterr()
     assert err.startswith("warning: biases are folded into keys")
     first, _, title, heads, *rows = out.splitlines()
-    assert first == f"{tmp_path / 'c'}: peft, 6 tokens, float32"
+    assert first == f"{target}: peft, 6 tokens, float32"
     assert title == "biases folded into keys, by queries that were held out"
     assert heads.split()[:3] == ["layer", "largest", "bias"]
     assert [row.split()[:2] for row in rows] == [[str(layer), "1"] for layer in range(4)]

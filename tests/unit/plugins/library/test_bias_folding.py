@@ -234,7 +234,7 @@ def test_differences_are_those_of_attention_in_float64() -> None:
             for head in range(6):
                 shared = head // 3
                 own = (k[at, shared], v[at, shared])
-                behind = [turned(x, apart, 500_000.0) for x in (q[at, head], own[0])]
+                query, key = (turned(x, apart, 500_000.0) for x in (q[at, head], own[0]))
                 keys, values = entries[layer, :, shared].double()
                 bias = biases[layer, shared].double()
                 expected = attention(query, key, own[1], keys, values, bias, scale)
