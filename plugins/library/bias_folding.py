@@ -115,8 +115,8 @@ def _folded(
                 "measure: give a longer one, or none"
             )
         rows = document_rows(ids, min(MOST_ROWS, len(ids) // ROW))  # of which no two overlap
-    half = torch.float16  # a model's own numbers do not fit it
-    dtype = "float32" if kv.dtype is half else str(kv.dtype).removeprefix("torch.")
+    # The states of many models overflow float16.
+    dtype = "bfloat16" if kv.dtype is torch.bfloat16 else "float32"
     model = load_model(path, dtype)
     if text is None:
         special = set(tokenizer.all_special_ids)
@@ -187,9 +187,10 @@ class FoldingAttention:
         own_out, own_sums = over_rows(q, k, v, self.layout, options)
         keys, outputs, folded_outputs, misses = [], [], [], []
         for h in range(kv_heads):
-            own = of_head(own_out, kv_heads, h)
+            row_outputs = of_head(own_out, kv_heads, h)
             head = HeadQueries(
-                of_head(q, kv_heads, h) * options.scale, of_head(own_sums, kv_heads, h), own, own,
+                of_head(q, kv_heads, h) * options.scale, of_head(own_sums, kv_heads, h),
+                row_outputs, row_outputs,
                 self.positions.repeat(shared), self.positions.repeat(shared), options,
             )  # fmt: skip
             held_out = self.held_out.repeat(shared)
@@ -213,8 +214,8 @@ class FoldingAttention:
                 float(differences.max()),
             )
         )  # fmt: skip
-        whole = torch.stack(outputs).unflatten(1, (shared, -1))  # [H_kv, S, N, D]
-        return whole.flatten(0, 1).transpose(0, 1).to(q.dtype)
+        read = torch.stack(outputs).unflatten(1, (shared, -1))  # [H_kv, S, N, D]
+        return read.flatten(0, 1).transpose(0, 1).to(q.dtype)
 
 
 def _read(head: HeadQueries, keys: Tensor, values: Tensor, biases: Tensor) -> Tensor:

@@ -150,8 +150,8 @@ def checked(tensors: Mapping[str, Tensor], name: str) -> CompactedCache:
     parts = [{kind: tensors[f"{kind}.{layer}"] for kind in kinds} for layer in range(layers)]
     for layer, part in enumerate(parts):
         _check_shapes(part, parts[0], f"{name}: layer {layer}")
-    kept = [_kept(part, f"{name}: layer {n}") for n, part in enumerate(parts)]
-    counts = [[len(index) for index in heads] for heads in kept]
+    visible = [_visible(part, f"{name}: layer {n}") for n, part in enumerate(parts)]
+    counts = [[len(index) for index in heads] for heads in visible]
     fewest, most = min(map(min, counts)), max(map(max, counts))
     if fewest != most:
         places = {
@@ -169,7 +169,7 @@ def checked(tensors: Mapping[str, Tensor], name: str) -> CompactedCache:
     kv = torch.stack(
         [
             torch.stack([_chosen(part[kind][0], heads) for kind in ("keys", "values")])
-            for part, heads in zip(parts, kept, strict=True)
+            for part, heads in zip(parts, visible, strict=True)
         ]
     )
     for layer, head in (~kv.isfinite().all(-1).all(-1).all(1)).nonzero().tolist():
@@ -180,36 +180,37 @@ def checked(tensors: Mapping[str, Tensor], name: str) -> CompactedCache:
     if "biases" not in kinds:
         return CompactedCache(kv, None)
     biases = torch.stack(
-        [_chosen(p["biases"][0].double(), heads) for p, heads in zip(parts, kept, strict=True)]
+        [_chosen(p["biases"][0].double(), heads) for p, heads in zip(parts, visible, strict=True)]
     )
     return CompactedCache(kv, biases if bool(biases.any()) else None)
 
 
-def _check_shapes(part: Mapping[str, Tensor], first: Mapping[str, Tensor], place: str) -> None:
+def _check_shapes(part: Mapping[str, Tensor], first: Mapping[str, Tensor], where: str) -> None:
     """Raise DataError unless a layer's tensors agree with each other and with the first layer's."""
     keys = part["keys"]
     for kind, tensor in part.items():
         shape, expected = list(tensor.shape), list(keys.shape)[: KINDS[kind]]
         if len(shape) != KINDS[kind] or shape[0] != 1 or shape != expected or not shape[1]:
             raise DataError(
-                f"{place}: {kind} are {shape}, and keys {list(keys.shape)}; {SHAPES}, of one "
+                f"{where}: {kind} are {shape}, and keys {list(keys.shape)}; {SHAPES}, of one "
                 "document at a time"
             )
         if tensor.dtype not in (*DTYPES.values(), *([torch.float64] if kind == "biases" else [])):
             raise DataError(
-                f"{place}: {kind} are {tensor.dtype}; they are float32, bfloat16 or float16: "
+                f"{where}: {kind} are {tensor.dtype}; they are float32, bfloat16 or float16: "
                 "convert them before they are saved"
             )
-    whole, same = first["keys"], (keys.shape[1], keys.shape[3], keys.dtype)
-    if same != (whole.shape[1], whole.shape[3], part["values"].dtype) or keys.dtype != whole.dtype:
+    top = first["keys"]
+    kinds = {(x.shape[1], x.shape[3], x.dtype) for x in (keys, part["values"], top)}
+    if len(kinds) > 1:
         raise DataError(
-            f"{place}: keys are {list(keys.shape)} of {keys.dtype}, values of "
-            f"{part['values'].dtype}, keys of layer 0 {list(whole.shape)} of {whole.dtype}; they "
+            f"{where}: keys are {list(keys.shape)} of {keys.dtype}, values of "
+            f"{part['values'].dtype}, keys of layer 0 {list(top.shape)} of {top.dtype}; they "
             "may differ in the number of entries alone"
         )
 
 
-def _kept(part: Mapping[str, Tensor], place: str) -> list[Tensor]:
+def _visible(part: Mapping[str, Tensor], where: str) -> list[Tensor]:
     """Return the indices of each head's entries that are not hidden. Raises DataError for a bias
     that is no number."""
     if "biases" not in part:
@@ -217,7 +218,7 @@ def _kept(part: Mapping[str, Tensor], place: str) -> list[Tensor]:
     biases = part["biases"][0]
     for head, entry in (biases.isnan() | biases.isposinf()).nonzero().tolist():
         raise DataError(
-            f"{place} head {head} entry {entry} has a bias of {float(biases[head, entry])}: it is "
+            f"{where} head {head} entry {entry} has a bias of {float(biases[head, entry])}: it is "
             "a number, or -inf for an entry that is hidden; compact it again"
         )
     return [(~row.isneginf()).nonzero()[:, 0] for row in biases]
