@@ -5,7 +5,7 @@
     NAME.safetensors    tensors keys.0, values.0, biases.0, keys.1, ...
 
     keys, values    [1, H_kv, t, D]    keys are rotated for positions of the document
-    biases          [1, H_kv, t]       are added to an entry's scaled scores; -inf hides the entry
+    biases          [1, H_kv, t]       are added to an entry's scaled scores; -inf (or HIDDEN) hides it
 
 Attention matching (Zweiger et al.) makes caches with biases, the presses of kvpress those without.
 A cartridge has as many entries in every head, so each head must have as many that are not hidden.
@@ -30,6 +30,7 @@ from cartridge_forge.plugins.library.formats.cartridge_file import DTYPES, requi
 from cartridge_forge.plugins.sandbox.limited_process import BrokenLimitError
 from cartridge_forge.protocols.errors import DataError
 
+HIDDEN = -1e4  # a bias from which on the weight of an entry is 0 in every dtype
 KINDS = {"keys": 4, "biases": 3, "values": 4}  # tensors of a layer, and their dimensions
 SHAPES = "keys and values are [1, H_kv, t, D], biases [1, H_kv, t]"
 REMEDY = (
@@ -221,7 +222,7 @@ def _visible(part: Mapping[str, Tensor], where: str) -> list[Tensor]:
             f"{where} head {head} entry {entry} has a bias of {float(biases[head, entry])}: it is "
             "a number, or -inf for an entry that is hidden; compact it again"
         )
-    return [(~row.isneginf()).nonzero()[:, 0] for row in biases]
+    return [(row > HIDDEN).nonzero()[:, 0] for row in biases]
 
 
 def _chosen(tensor: Tensor, heads: Sequence[Tensor]) -> Tensor:

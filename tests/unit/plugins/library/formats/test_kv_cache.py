@@ -100,12 +100,13 @@ def test_the_cache_of_attention_matchings_code_is_read_without_it(
     assert cache.kv.equal(torch.stack([KEYS, VALUES], 1))
 
 
-def test_entries_that_a_bias_hides_are_left_out_of_each_head() -> None:
+@pytest.mark.parametrize("hidden", [HIDDEN, torch.finfo(torch.float32).min])
+def test_entries_that_a_bias_hides_are_left_out_of_each_head(hidden: float) -> None:
     """One of five in every head, another one in each; by hand for layer 1, head 0."""
     named = {key: part.clone() for key, part in NAMED.items()}
     for layer in range(LAYERS):
         for head in range(HEADS):
-            named[f"biases.{layer}"][0, head, layer + head] = HIDDEN
+            named[f"biases.{layer}"][0, head, layer + head] = hidden
     cache = checked(named, "cache.pt")
     assert cache.biases is not None
     assert cache.kv.shape == (LAYERS, 2, HEADS, ENTRIES - 1, SIZE)
