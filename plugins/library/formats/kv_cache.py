@@ -5,7 +5,7 @@
     NAME.safetensors    tensors keys.0, values.0, biases.0, keys.1, ...
 
     keys, values    [1, H_kv, t, D]    keys are rotated for positions of the document
-    biases          [1, H_kv, t]       are added to an entry's scaled scores; -inf (or HIDDEN) hides it
+    biases          [1, H_kv, t]       are added to scaled scores; one up to HIDDEN hides the entry
 
 Attention matching (Zweiger et al.) makes caches with biases, the presses of kvpress those without.
 A cartridge has as many entries in every head, so each head must have as many that are not hidden.
