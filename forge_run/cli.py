@@ -338,6 +338,11 @@ COMMANDS = {
         _flag("--force", "replace DST if it is there"),
         _flag("--strict", "refuse where something would be lost or not served"),
         *CHOICE,
+        _option("--document-tokens", "T", "SRC is a KV cache that another program compacted from a "
+                "document of T tokens: the position of the first token behind it",
+                type=whole_number),
+        _there("--text", "FILE", "with --document-tokens: biases of the cache are folded into keys "
+               "by the model's queries on this text (default: on what it writes itself)"),
     )),
     "inspect": Command("shapes, norms and provenance of a cartridge", "convert:inspect",
                        (_there("source", "PATH", SOURCE), *CHOICE)),

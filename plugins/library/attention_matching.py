@@ -30,6 +30,7 @@ from torch import Tensor
 
 from cartridge_forge.learning.attention import (
     AttentionOptions,
+    Layout,
     attend,
     layout_of,
     over_own,
@@ -77,6 +78,38 @@ def scored(head: HeadQueries, keys: Tensor, span: slice, positions: Tensor) -> T
         scores.div_(options.cap).tanh_().mul_(options.cap)
     mask = window_mask(positions[span], len(keys), options, scores.dtype)
     return scores if mask is None else scores + mask[0, 0]
+
+
+def attended(
+    head: HeadQueries, span: slice, scores: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the attention weights [m, K] of the queries `span` by their `scores` [m, K], which
+    become them, on values [K, D], and what the queries read [m, D] there and in their rows."""
+    own_sums = head.own_sums[span]
+    total = torch.logaddexp(scores.logsumexp(-1), own_sums)
+    shares = scores.sub_(total[:, None]).exp_()
+    of_row = (own_sums - total).exp()[:, None]
+    return shares, shares @ values + of_row * head.own_outputs[span]
+
+
+def over_rows(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """Return what queries [N, H_q, D] read of their own rows, and the log of their sums of
+    exponentials there [N, H_q], with the sinks."""
+    out, sums = over_own(q, k, v, layout, options)
+    if options.sinks is None:
+        return out, sums
+    with_sinks = torch.logaddexp(sums, options.sinks.to(sums))
+    return out * (sums - with_sinks).exp()[..., None], with_sinks
+
+
+def of_head(x: Tensor, kv_heads: int, head: int) -> Tensor:
+    """Return [N, H_q, ...] of the S query heads that share the KV head, flat [S N, ...] in
+    float32."""
+    shared = x.shape[1] // kv_heads
+    part = x[:, head * shared : (head + 1) * shared].float()
+    return part.transpose(0, 1).flatten(0, 1).contiguous()
 
 
 def spans(head: HeadQueries, keys: int) -> Iterator[slice]:
@@ -163,10 +196,7 @@ def fitted_head(
     missed = gram.new_zeros(tokens, keys.shape[1])
     for span in spans(head, len(entry_keys)):
         scores = scored(head, entry_keys, span, head.kept_positions)
-        total = torch.logaddexp(scores.logsumexp(-1), head.own_sums[span])
-        shares = scores.sub_(total[:, None]).exp_()
-        of_row = (head.own_sums[span] - total).exp()[:, None]
-        read = shares @ torch.cat([fixed_values, values]) + of_row * head.own_outputs[span]
+        shares, read = attended(head, span, scores, torch.cat([fixed_values, values]))
         of_kept = shares[:, fixed_count:]
         gram += of_kept.T @ of_kept
         missed += of_kept.T @ (head.targets[span] - read)
@@ -247,11 +277,7 @@ class MatchingAttention:
         (q_t, q_s), (k_t, k_s), (v_t, v_s) = (x.chunk(2) for x in (q, k, v))
         document = self._own(self.document[layer : layer + 1]).to(q.device, q.dtype)
         taught = attend(q_t, k_t, v_t, self.teacher, [document[0]], options)
-        own_out, own_sums = over_own(q_s, k_s, v_s, self.student, options)
-        if options.sinks is not None:
-            with_sinks = torch.logaddexp(own_sums, options.sinks.to(own_sums))
-            own_out = own_out * (own_sums - with_sinks).exp()[..., None]
-            own_sums = with_sinks
+        own_out, own_sums = over_rows(q_s, k_s, v_s, self.student, options)
         targets = taught.float()
         if (lacking := self._lacking()) is not None:
             weight = self.model.out_weight(layer)
@@ -297,18 +323,12 @@ class MatchingAttention:
     ) -> Tensor:  # fmt: skip
         kv_heads = document.shape[1]
         shared = q.shape[1] // kv_heads
-
-        def of_heads(x: Tensor, head: int) -> Tensor:
-            """Return [N, H_q, ...] of the heads that share one, flat [S N, ...] in float32."""
-            part = x[:, head * shared : (head + 1) * shared].float()
-            return part.transpose(0, 1).flatten(0, 1).contiguous()
-
         frequencies = self.frequencies.of_layer(layer)
 
         def fit(h: int) -> Tensor:
             head = HeadQueries(
-                of_heads(q, h) * options.scale, of_heads(own_sums, h), of_heads(own_out, h),
-                of_heads(targets, h),
+                of_head(q, kv_heads, h) * options.scale, of_head(own_sums, kv_heads, h),
+                of_head(own_out, kv_heads, h), of_head(targets, kv_heads, h),
                 self.teacher_positions.repeat(shared), self.student_positions.repeat(shared),
                 options,
             )  # fmt: skip

@@ -24,6 +24,10 @@ from cartridge_forge.protocols.errors import DataError
 HEADER_BYTES = 4 * 1024**2  # of a safetensors file: one tensor, its label and its source
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 POST_ROPE = "post-rope"
+OF_OTHERS = (
+    "a KV cache that another program compacted is read by forge convert with --model DIR and "
+    "--document-tokens T"
+)
 
 
 @dataclass(frozen=True)

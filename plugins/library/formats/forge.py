@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from cartridge_forge.plugins.library.formats.cartridge_file import (
+    OF_OTHERS,
     CartridgeFile,
     Provenance,
     labelled,
@@ -106,7 +107,7 @@ def read_file(file: Path) -> CartridgeFile:
                 listing = ", ".join(names[:5]) or "none"
                 raise DataError(
                     f'a cartridge file holds one tensor "kv" [L, 2, H_kv, P, D]: got {listing}; '
-                    "save_file({'kv': kv}, path) writes one"
+                    f"save_file({{'kv': kv}}, path) writes one; {OF_OTHERS}"
                 )
             metadata = {str(k): str(v) for k, v in (opened.metadata() or {}).items()}
             kv = opened.get_tensor("kv")

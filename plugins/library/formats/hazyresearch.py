@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,7 +31,12 @@ from torch import Tensor
 from torch.nn import Parameter, ParameterList
 
 from cartridge_forge.plugins.library.formats import forge
-from cartridge_forge.plugins.library.formats.cartridge_file import DTYPES, CartridgeFile, labelled
+from cartridge_forge.plugins.library.formats.cartridge_file import (
+    DTYPES,
+    OF_OTHERS,
+    CartridgeFile,
+    labelled,
+)
 from cartridge_forge.plugins.sandbox.limited_process import (
     BrokenLimitError,
     LimitedProcess,
@@ -44,6 +50,10 @@ PROCESS = LimitedProcess(
     ProcessLimits(cpu_s=60, wall_s=300, memory=2**29, file_bytes=2**36),
 )
 SPELLINGS = ("frozen", "fixed")
+REMEDY = (
+    "a cartridge's .pt is what torch.save writes of a dict of ParameterLists, and no other pickle "
+    f"is loaded; {OF_OTHERS}"
+)
 
 
 def save(cartridge: CartridgeFile, file: Path) -> None:
@@ -67,7 +77,7 @@ def read(path: Path) -> CartridgeFile:
     ask for years of hashing. Raises DataError; nothing in the file is ever executed."""
     with TemporaryDirectory(prefix="forge-pt-") as folder:
         file = Path(folder) / forge.FILE
-        request = {"path": str(path.absolute()), "into": str(file)}
+        request = {"path": str(path.absolute()), "into": str(file), "cache": False}
         try:
             PROCESS.call(request, size=path.stat().st_size)
         except BrokenLimitError as error:
@@ -77,7 +87,9 @@ def read(path: Path) -> CartridgeFile:
 
 def parse(path: Path) -> CartridgeFile:
     """Read a `.pt` in this process. Raises DataError."""
-    state, size = _load(path), path.stat().st_size
+    state, size = load_state(path, [ParameterList]), path.stat().st_size
+    if not isinstance(state, dict):
+        raise _refused(path, f"it holds a {type(state).__name__} and no dict")
     learned = {kind: _layers(state, f"trainable_{kind}", size) for kind in ("keys", "values")}
     frozen_parts = _kept(state, size)
     for kind, layers in frozen_parts.items():
@@ -106,25 +118,26 @@ def _parameters(kv: Tensor, trainable: bool) -> ParameterList:
     )
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load_state(path: Path, classes: Sequence[type | tuple[type, str]], remedy: str = REMEDY) -> Any:
+    """Return what `torch.save` wrote at `path`: tensors, containers, and objects of `classes`, each
+    a class or a class and the name for which it stands. Raises DataError, with the remedy."""
     try:
         with zipfile.ZipFile(path) as opened:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in opened.infolist()):
-                raise _refused(path, "its parts are compressed, which torch.save never does")
+                raise _refused(
+                    path, "its parts are compressed, which torch.save never does", remedy
+                )
             broken = opened.testzip()
         if broken is not None:
-            raise _refused(path, f"{broken} does not match its checksum: it is damaged")
-        with torch.serialization.safe_globals([ParameterList]):
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            raise _refused(path, f"{broken} does not match its checksum: it is damaged", remedy)
+        with torch.serialization.safe_globals(list(classes)):
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise _refused(path, _short(error)) from error
+        raise _refused(path, _short(error), remedy) from error
     except DataError:
         raise
     except Exception as error:  # a damaged zip or pickle fails in any way there is
-        raise _refused(path, f"{type(error).__name__}: {_short(error)}") from error
-    if not isinstance(state, dict):
-        raise _refused(path, f"it holds a {type(state).__name__} and no dict")
-    return state
+        raise _refused(path, f"{type(error).__name__}: {_short(error)}", remedy) from error
 
 
 def _layers(state: dict[str, Any], key: str, size: int) -> list[Tensor]:
@@ -214,11 +227,8 @@ def _require_alike(learned: dict[str, list[Tensor]], frozen: dict[str, list[Tens
         )
 
 
-def _refused(path: Path, why: str) -> DataError:
-    return DataError(
-        f"{path.name} is refused: {why}; a cartridge's .pt is what torch.save writes of a dict of "
-        "ParameterLists, and no other pickle is loaded"
-    )
+def _refused(path: Path, why: str, remedy: str = REMEDY) -> DataError:
+    return DataError(f"{path.name} is refused: {why}; {remedy}")
 
 
 def _short(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Read a `.pt` in the process that `registry.formats.hazyresearch` starts for it."""
+"""Read a `.pt` in the process that `hazyresearch` or `kv_cache` starts for it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cartridge_forge.plugins.library.formats import forge, hazyresearch
+from cartridge_forge.plugins.library.formats import forge, hazyresearch, kv_cache
 
 
 def convert(request: Mapping[str, Any], data: bytes) -> None:
-    """Write the cartridge in `path` as a safetensors file at `into`. Raises DataError."""
-    forge.write_file(hazyresearch.parse(Path(request["path"])), Path(request["into"]))
+    """Write the cartridge in `path`, or with `cache` the tensors of the KV cache there, as a
+    safetensors file at `into`. Raises DataError."""
+    path, into = Path(request["path"]), Path(request["into"])
+    if request["cache"]:
+        kv_cache.unpack(path, into)
+    else:
+        forge.write_file(hazyresearch.parse(path), into)

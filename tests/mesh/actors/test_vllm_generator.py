@@ -28,8 +28,10 @@ from vllm_replica import (
 )
 
 from cartridge_forge.actors.engine_generator import EngineGeneratorActor
-from cartridge_forge.learning.cartridge import fingerprint
+from cartridge_forge.learning.cartridge import fingerprint, shifted
 from cartridge_forge.learning.decode import generate
+from cartridge_forge.learning.teacher import context_ids, document_kv
+from cartridge_forge.plugins.library.attention_matching import attention_matched
 from cartridge_forge.protocols.errors import DataError, PublishError
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
 from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
@@ -119,6 +121,26 @@ def test_every_kind_of_prefix_in_one_batch(engine: Replica) -> None:
         close(c.logprobs, said[range(6), list(c.token_ids)])
     # Different prefixes do make different continuations, or this test would see nothing.
     assert len({c.token_ids for c in done[3::4]}) > 5
+
+
+def test_a_cartridge_of_attention_matching_makes_the_same_tokens(engine: Replica) -> None:
+    """Its biases are in its keys: greedy, by vLLM, the embedded engine and plain transformers."""
+    model, ids = engine.model, context_ids(engine.model.documents, "d")
+    document = document_kv(model.ours, ids)
+    made = [attention_matched(model.ours, ids, document, tokens, 1) for tokens in (33, 20)]
+    unfolded = shifted(document, 33 - document.shape[3], model.ours.frequencies())
+    apart = torch.cdist(made[0][:, 0, :, 1:], unfolded[:, 0]).amin(-1)
+    assert apart.max() > 0.1, "keys that no token of the document has"
+    version = engine.publish(made)
+    asked = [
+        over(f"cartridge/{name}", version, prompt, 12)
+        for name in "ab"
+        for prompt in prompts(4, (1, 7, 40, 130).__getitem__, seed=21)
+    ]
+    for r, c, e in zip(asked, engine.generate(*asked), engine.embedded(*asked), strict=True):
+        kv = engine.lookup(r.prefix)
+        assert list(c.token_ids) == list(e.token_ids) == model.greedy(kv, r.prompt_ids, 12)
+        assert c.served == (fingerprint(kv),)
 
 
 def test_what_the_worker_holds_is_fingerprinted_not_what_it_was_told(engine: Replica) -> None:

@@ -99,6 +99,48 @@ def test_what_would_be_lost_is_a_warning_or_refused(
     assert read(tmp_path / "c.pt").dtype == "float32"
 
 
+def test_a_compacted_cache_of_another_program_is_converted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With biases: the table of how they were folded, a row a layer; without, none."""
+    shape, draws = (1, 2, 6, 32), torch.Generator().manual_seed(4)
+    pairs = [[torch.randn(shape, generator=draws) for _ in range(2)] for _ in range(4)]
+    torch.save([(k, torch.ones(1, 2, 6), v) for k, v in pairs], tmp_path / "am.pt")
+    torch.save(pairs, tmp_path / "press.pt")
+    (tmp_path / "text").write_text("Who is the surgeon of the ward, and where is she? " * 40)
+
+    target = str(tmp_path / "c")
+
+    def convert(source: str, *more: str) -> int:
+        return forge(["convert", str(tmp_path / source), target, "--to", "peft", *more])
+
+    model, tokens = ("--model", str(READER)), ("--document-tokens", "90")
+    text = ("--text", str(tmp_path / "text"))
+    assert convert("am.pt", *model) == 2
+    assert "it holds a list and no dict" in (err := capsys.readouterr().err)
+    assert "read by forge convert with --model DIR and --document-tokens T" in err
+    assert convert("am.pt", *tokens) == 2
+    assert "name it with --model DIR" in capsys.readouterr().err
+    assert convert("am.pt", *text) == 2
+    assert "give --document-tokens T with it" in capsys.readouterr().err
+    assert convert("am.pt", *model, *tokens, *text, "--strict") == 2
+    assert "biases are folded into keys, which is not exact" in capsys.readouterr().err
+    assert not (tmp_path / "c").exists()
+    assert convert("am.pt", *model, *tokens, *text) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith("warning: biases are folded into keys")
+    first, _, title, heads, *rows = out.splitlines()
+    assert first == f"{target}: peft, 6 tokens, float32"
+    assert title == "biases folded into keys, by queries that were held out"
+    assert heads.split()[:3] == ["layer", "largest", "bias"]
+    assert [row.split()[:2] for row in rows] == [[str(layer), "1"] for layer in range(4)]
+    folding = read(tmp_path / "c").facts.source["folding"]
+    assert [f"{folding[n]['miss']:.4g}" for n in "0123"] == [row.split()[2] for row in rows]
+    assert convert("press.pt", *model, *tokens, "--strict", "--force") == 0
+    assert capsys.readouterr() == (f"{first}\n", "")
+    assert read(tmp_path / "c").facts.source == {"file": "press.pt", "document_tokens": 90}
+
+
 def test_another_base_is_refused_by_inspect_and_convert(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
