@@ -91,7 +91,7 @@ def test_every_start_off_the_host(llama: Twin, there: Twin, init: str) -> None:
     start = CartridgeInit(init, 12, 1)
     here, elsewhere_too = (INITS[init](one.model, source(one), start) for one in (llama, there))
     assert isinstance(elsewhere_too, Elsewhere)
-    # The closed form solves float32 sums whose order is a device's own, with ridges of 1e-3 and more.
+    # The closed form solves float32 sums, whose order is a device's own, with ridges above 1e-3.
     bound = 1e-4 * float(here.abs().max())
     torch.testing.assert_close(elsewhere_too.cpu(), here, rtol=0.0, atol=bound)
 
