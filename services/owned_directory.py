@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
 
-PREFIX = "cartridge-forge-"
 
-
-def owned_directory(base: str) -> tuple[Path, int]:
-    """Return a new directory under `base` and the descriptor that locks it, which its caller keeps
-    open. Directories that dead owners left there are removed first. Raises OSError."""
-    _remove_stale(base)
-    hidden = tempfile.mkdtemp(prefix=f".{PREFIX}", dir=base)
+def owned_directory(base: str, prefix: str) -> tuple[Path, int]:
+    """Return a new directory PREFIX-PID-EIGHT under `base` and the descriptor that locks it, which
+    its caller keeps open. Directories of such names that dead owners left there are removed first,
+    and no others: `base` may be the temporary directory of every program. Raises OSError."""
+    _remove_stale(base, prefix)
+    hidden = tempfile.mkdtemp(prefix=f".{prefix}-", dir=base)
     # Locked before the directory gets the name that _remove_stale looks for.
     lock = _try_lock(hidden)
     assert lock is not None
-    root = Path(base, f"{PREFIX}{os.getpid()}-{Path(hidden).name[-8:]}")
+    root = Path(base, f"{prefix}-{os.getpid()}-{Path(hidden).name[-8:]}")
     os.rename(hidden, root)
     return root, lock
 
@@ -42,9 +42,11 @@ def _try_lock(directory: str) -> int | None:
     return None
 
 
-def _remove_stale(base: str) -> None:
+def _remove_stale(base: str, prefix: str) -> None:
     """Remove the directories in `base` whose owner has died."""
-    for path in Path(base).glob(f"{PREFIX}*"):
+    for path in Path(base).glob(f"{prefix}-*"):
+        if re.fullmatch(rf"{prefix}-\d+-[a-z0-9_]{{8}}", path.name) is None:
+            continue
         try:
             lock = _try_lock(str(path))
         except OSError:  # another user's, no directory, or removed meanwhile

@@ -57,7 +57,7 @@ def use_private_sockets() -> Path | None:
     libc = ctypes.CDLL(None, use_errno=True)
     callback = BIND(_binder(libc.bind))
     try:
-        root, lock = owned_directory(_base())
+        root, lock = owned_directory(_base(), "forge-sockets")
         slots = list(_entries(library, "bind"))
         for slot in slots:
             _write(libc, slot, ctypes.cast(callback, ctypes.c_void_p).value or 0)

@@ -59,7 +59,7 @@ class MemoryDirectory:
         Directories that dead runs left in `base` are removed first. Raises PlaneError on failure.
         """
         try:
-            root, lock = owned_directory(base or _memory_directory())
+            root, lock = owned_directory(base or _memory_directory(), "cartridge-forge")
             janitor = subprocess.Popen(  # noqa: ASYNC220  (returns at once)
                 ["/bin/sh", "-c", JANITOR, "sh", str(root)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,

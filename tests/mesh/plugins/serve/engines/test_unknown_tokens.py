@@ -98,7 +98,7 @@ def test_what_the_model_has_no_embedding_for_is_refused(
     assert "this model has ids from 0 to 1457" in error["message"]
     assert route == "/v1/messages" or error["param"] == param
     # The generator has not seen it.
-    assert httpx2.get(f"{url}/ready").json() == {"status": "ok", "replicas": 1}
+    assert httpx2.get(f"{url}/ready").json() == {"status": "ok", "replicas": 1, "library": True}
 
 
 def test_the_server_goes_on(url: str) -> None:
