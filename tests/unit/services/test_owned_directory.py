@@ -16,8 +16,9 @@ def test_only_directories_of_dead_owners_are_removed(tmp_path: Path) -> None:
     others = [
         tmp_path / name
         for name in (
-            "forge-sockets", "forge-sockets-notes", "forge-sockets-12-notes", "forge-sockets-x-abcdefgh",
-            "cartridge-forge-12-abcdefgh", "cartridge-forge-ht5ar37n", "forge-sockets-12-abcdefghi",
+            "forge-sockets", "forge-sockets-notes", "forge-sockets-12-notes",
+            "forge-sockets-x-abcdefgh", "forge-sockets-12-abcdefghi",
+            "cartridge-forge-12-abcdefgh", "cartridge-forge-ht5ar37n",
         )
     ]  # fmt: skip
     for folder in others:
