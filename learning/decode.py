@@ -71,7 +71,7 @@ class TokenMatcher(Protocol):
 
 
 class GrammarCompiler(Protocol):
-    """Compile the grammars of requests (`learning.decoding.grammar`)."""
+    """Compile the grammars of requests (`plugins.grammar.grammar`)."""
 
     def matcher(self, grammar: ResponseGrammar) -> TokenMatcher:
         """Return a matcher at the beginning of a response. Raises DataError for a grammar that

@@ -92,7 +92,7 @@ class LanguageModel(nn.Module):
     was made for, None where its config has none; `tensor` the ranks that divide it, None: it is
     whole; `sharded` whether its weights are gathered in each pass (`learning.model.parallel`);
     `unmoved` why its keys cannot be moved to other positions, "" where they can
-    (`learning.model.parity`)."""
+    (`plugins.library.models.parity`)."""
 
     tensor: TensorRanks | None = None
     sharded: bool = False

@@ -2,10 +2,9 @@
 
     ReplayState --N teachers--> TeacherVote x N --counted--> PanelVerdict --> PreferenceActions
 
-All are plain data that cross processes unchanged; `teachers.vote_records` writes each as one line
-of JSON. Money is counted in whole nanodollars, so that sums are exact however they are grouped: a
-price of $1.25 per million tokens is 1250 nanodollars a token.
-"""
+All are plain data that cross processes unchanged; `plugins.replay.vote_records` writes each as one
+line of JSON. Money is counted in whole nanodollars, so that sums are exact however they are
+grouped: a price of $1.25 per million tokens is 1250 nanodollars a token."""
 
 from __future__ import annotations
 

@@ -236,11 +236,12 @@ class RunDirectory:
         return True
 
     def append_episodes(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append the episodes of one step (`environments.episode_files.to_row`) in one write."""
+        """Append the episodes of one step (`plugins.episodes.environments.episode_files.to_row`) in
+        one write."""
         append_rows(self.episodes, list(rows))
 
     def append_votes(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append the votes of one step (`teachers.vote_records.to_row`) in one write."""
+        """Append the votes of one step (`plugins.replay.vote_records.to_row`) in one write."""
         append_rows(self.votes, list(rows))
 
     def append_answers(self, rows: Sequence[AnswerRow]) -> None:

@@ -52,7 +52,7 @@ def drawn_steps(names: Sequence[str], per_step: int, steps: int) -> dict[str, in
 
 class QuestionRouting(Protocol):
     """Choose each held-out question's cartridge, over the texts that cartridges learned
-    (`training.routing`)."""
+    (`plugins.documents.study.routing`)."""
 
     def own(self, cartridge: str, question: str) -> str:
         """Return the question's own cartridge, and count whether the router finds it."""

@@ -1,8 +1,7 @@
 """Plan a run for `--dry-run`: its work, memory, spending and least time. Nothing is started.
 
-The plan is plain data; `forge_run.formatting` renders it. Of the model only config.json is read;
-facts without a source are marked unknown.
-"""
+The plan is plain data; `plugins.statistics.formatting` renders it. Of the model only config.json is
+read; facts without a source are marked unknown."""
 
 from __future__ import annotations
 

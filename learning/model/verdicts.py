@@ -1,4 +1,5 @@
-"""Keep the verdicts of `learning.model.parity` on base models, so that each is made once. No torch.
+"""Keep the verdicts of `plugins.library.models.parity` on base models, so that each is made once.
+No torch.
 
 $FORGE_HOME/checks/KEY.json              a verdict; KEY is the hash of weights, config and code
 $FORGE_HOME/checks/weights/STATE.txt     the hash of weight files whose sizes, inodes and times of

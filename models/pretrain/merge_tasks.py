@@ -1,6 +1,6 @@
 """Draw training conversations for the tiny merger: questions of several fields, and lists to merge.
 
-A merger answers a question of two to four fields (`environments.clinic.findings`), alone or with
+A merger answers a question of two to four fields (`plugins.clinic.findings`), alone or with
 candidate lists, in which any part may be wrong or missing, as the prompt of aggregation writes
 them. Each part of its answer is the fact where the document can be read; else the value that most
 candidates give; else a guess. Documents are those of the panel: a whole chart, one that is cut off,

@@ -1,7 +1,7 @@
 """Draw training conversations for the tiny panel: own answers, and reviews of other answers.
 
 A panel answers five-option questions, alone or with candidate answers of which some are wrong
-(`environments.clinic.prompts.aggregation_prompt`). Where it can read the fact it answers with the
+(`plugins.clinic.text.aggregation_prompt`). Where it can read the fact it answers with the
 fact, whatever the candidates; else with the option that most of them choose. The document is a
 whole chart, a chart that is cut off, as in an untrained cartridge, or empty.
 

@@ -1,6 +1,6 @@
 """Generate fictional patients in LongHealth's JSON schema.
 
-`environments.clinic.longhealth` loads these and the real `benchmark_v5.json` alike; code that uses
+`plugins.clinic.text` loads these and the real `benchmark_v5.json` alike; code that uses
 its patients cannot distinguish the two. Schema: Adams et al., "LongHealth" (2024).
 """
 

@@ -1,5 +1,5 @@
 """Convert a file's bytes to texts, without IO: text and markup as they are, HTML, PDF, JSON, tables
-of values, notebooks, and by `documents.readers.office` zipped documents.
+of values, notebooks, and by `plugins.documents.readers.office` zipped documents.
 
 Every reader raises DataError with the fault and its remedy; the caller adds the file's name.
 """

@@ -1,4 +1,4 @@
-"""Read a file's bytes as texts, in the process that `documents.reading` starts for it."""
+"""Read a file's bytes as texts, in the process that `plugins.documents.reading` starts for it."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class ToolEpisodesRecipe(Recipe):
     ) -> Rollout:
         """Return a step's episodes; those of a wave that end in the same turn are scored together.
         Further tasks are sampled for groups that GRPO drops, in `refill` rounds at most. Where
-        rollouts run ahead, episodes do not wait for each other (`training.recipes.ahead`)."""
+        rollouts run ahead, episodes do not wait for each other (`plugins.episodes.ahead`)."""
         if self._newest is not None:
             return await self._sample_ahead(step, version, self._newest, generate, ended)
         tasks = self._episodes.tasks

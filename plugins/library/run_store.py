@@ -202,8 +202,8 @@ class StoreLease:
 
 
 def take_lease(run: StoredRun, tell: Callable[[str], None]) -> StoreLease:
-    """Take the lease of a stored run, as `services.run_lease` does of a directory. Raises RunError,
-    which names the owner, for a run that another command works on, and StoreError."""
+    """Take the lease of a stored run, as `plugins.library.run_lease` does of a directory. Raises
+    RunError, which names the owner, for a run that another command works on, and StoreError."""
     record, token = own_record(), ""
 
     def attempt(waited: float) -> LeaseRecord | None:

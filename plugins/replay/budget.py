@@ -2,7 +2,7 @@
 
 Money is counted in whole nanodollars. This module does no IO. All processes that share a ledger add
 the same rows in the same order, so they agree on answers, money, rates and breakers.
-`teachers.ledger` holds the file and its lock.
+`plugins.replay.ledger` holds the file and its lock.
 
     ReservedCall   written before a call: reserves its worst case
     SettledCall    written after it: its cost and its answer

@@ -4,8 +4,8 @@
     ledger.jsonl.owners/  one file for each open handle, locked until its process ends
 
 All replicas and other processes share the file. Each admission takes its lock, reads the rows that
-others appended, decides by the budget (`teachers.budget`), and appends its reservation before it
-releases the lock. Reservations therefore have one order, and no two processes can both spend the
+others appended, decides by the budget (`plugins.replay.budget`), and appends its reservation before
+it releases the lock. Reservations therefore have one order, and no two processes can both spend the
 last dollar. Rows are on disk before a call is made and before its answer is used.
 
 A locked file and not an actor holds the budget, because the file survives every process, kill -9

@@ -1,7 +1,7 @@
 """Choose the problems of an RSA recipe: to train on, and held out.
 
     clinic       option questions of the run's patients, split by their words as in
-                 `training.recipes.longhealth`
+                 `plugins.documents.study.longhealth`
     sentences    trained on: how a document's sentence ends, with look-alikes (self-study's
                  "choice"); held out: as of clinic
     all others   problems by number, from the aggregators: the first evaluate.questions are held out

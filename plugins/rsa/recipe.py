@@ -109,7 +109,7 @@ class RSARecipe(Recipe):
         self, step: int, version: int, generate: GenerateCall, ended: ScoreGroup = no_scoring
     ) -> RSARollout:
         """Return the rollout of a step; a population is scored while the next is sampled. Where
-        rollouts run ahead, runs do not wait for each other (`training.recipes.ahead`)."""
+        rollouts run ahead, runs do not wait for each other (`plugins.episodes.ahead`)."""
         if self._newest is not None:
             return await self._sample_ahead(step, version, self._newest, generate, ended)
         sampling = self._sampling

@@ -80,7 +80,7 @@ class PlayedRun:
         return [[g.candidate.score or 0.0 for g in p] for p in self.populations]
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return `strategies.rsa.populations.METRICS` of one population; -1 is the last."""
+        """Return `plugins.strategies.rsa.populations.METRICS` of one population; -1 is the last."""
         return measure(self.scores[step], self.chosen[step])
 
 

@@ -58,7 +58,7 @@ class ProcessRewardSpec(SpecSection):
 
 def shape_fault(M: int, N: int, K: int, T: int) -> tuple[str, str, str] | None:
     """Return the first of the four numbers that does not fit those before it, as (name, broken
-    rule, remedy), or None where all fit; see `strategies.rsa.islands`."""
+    rule, remedy), or None where all fit; see `plugins.strategies.rsa.islands`."""
     for name, value in (("M", M), ("N", N), ("K", K), ("T", T)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             return name, "must be a whole number >= 1", "raise it"

@@ -5,7 +5,7 @@
     CartridgeExtension    mixed into vLLM's worker class: holds and drops the tensors
     SeededDraw            a logits processor with the embedded backend's draws, for equal tokens
 
-`actors.vllm.engine` translates requests for them. docs/adr/0004 describes the mechanism.
+`plugins.vllm.engine` translates requests for them. docs/adr/0004 describes the mechanism.
 """
 
 from __future__ import annotations

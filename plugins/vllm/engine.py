@@ -1,6 +1,6 @@
 """Run vLLM's V1 engine (0.32) with cartridges as prefixes, as the engine of an EngineThread.
 
-It translates requests and outputs. `actors.vllm.connector` is what vLLM loads inside; no other
+It translates requests and outputs. `plugins.vllm.connector` is what vLLM loads inside; no other
 module imports vLLM. docs/adr/0004 describes the mechanism.
 """
 
@@ -63,7 +63,8 @@ GIB = 1024**3
 
 
 class VllmEngine:
-    """Implement `actors.engine_thread.Engine`, one per process: vLLM has global state."""
+    """Implement `plugins.serve.engine.engine_thread.Engine`, one per process: vLLM has global
+    state."""
 
     def __init__(
         self,

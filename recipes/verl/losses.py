@@ -4,10 +4,9 @@
                                                     forge_reinforce_pp, forge_reinforce_pp_baseline
     actor_rollout_ref.actor.policy_loss.loss_mode   forge_token, forge_sequence
 
-The formulas are those of `learning.losses.advantages` and `learning.losses.grpo`. The denominator
-is veRL's (`loss_agg_mode`), for it knows the other ranks and micro-batches: `token-mean` is our
-`dapo`, `seq-mean-token-mean` our `grpo`.
-"""
+The formulas are those of `plugins.episodes.losses.advantages` and `plugins.episodes.losses.grpo`.
+The denominator is veRL's (`loss_agg_mode`), for it knows the other ranks and micro-batches:
+`token-mean` is our `dapo`, `seq-mean-token-mean` our `grpo`."""
 
 from __future__ import annotations
 

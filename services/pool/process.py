@@ -46,11 +46,11 @@ class ReplicaProcess:
     """Hold one process, or `ranks` of one host that start and end together. It has answered when
     all ranks have, and has ended when any rank has. `pids` is empty until all have answered;
     `last_beat` is the last time they did (monotonic seconds), `memory_bytes` and `work` their
-    resident memory and count of work then. `gone` is the id of a remote process that has ended,
-    0 until its host tells of it (`services.pool.host_heartbeats`). `given_up` is set once Monarch
-    reports the process lost, which it may also do for one that was paused too long. `gpus` are the
-    devices of the host that it sees; `taken` is set once a replica uses it, `ending` once it is
-    being ended."""
+    resident memory and count of work then. `gone` is the id of a remote process that has ended, 0
+    until its host tells of it (`plugins.cluster.hosts.host_heartbeats`). `given_up` is set once
+    Monarch reports the process lost, which it may also do for one that was paused too long. `gpus`
+    are the devices of the host that it sees; `taken` is set once a replica uses it, `ending` once
+    it is being ended."""
 
     name: str
     host: str

@@ -41,7 +41,8 @@ T = TypeVar("T")
 
 
 class Heartbeats(Protocol):
-    """Send the heartbeats of a remote host's processes (`services.pool.host_heartbeats`)."""
+    """Send the heartbeats of a remote host's processes
+    (`plugins.cluster.hosts.host_heartbeats`)."""
 
     def send(self, watched: Sequence[ReplicaProcess]) -> list[Coroutine[Any, Any, None]]:
         """Return the work of this period."""

@@ -3,8 +3,8 @@
     python -m studies.accuracy.rescored    prints rescored.json of studies/performance
 
 Every answer that was scored against words is scored twice, by SQuAD's script, whose signs are
-ASCII's (as transformers has it), and by `strategies.answers.squad`, whose signs are Unicode's.
-"""
+ASCII's (as transformers has it), and by `plugins.strategies.answers.squad`, whose signs are
+Unicode's."""
 
 from __future__ import annotations
 

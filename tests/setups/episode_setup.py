@@ -204,7 +204,7 @@ def replayed(case: DeskCase, texts: Sequence[str], max_turns: int) -> list[CaseS
 
 
 def expected_after(task: Task, actions: Sequence[str]) -> Observation:
-    """What an agent must see, straight from `environments.clinic.desk`."""
+    """What an agent must see, straight from `plugins.clinic.desk`."""
     case = its_case(task)
     if not actions:
         return Observation((AgentMessage("user", case.question),), TOOLS)

@@ -96,3 +96,32 @@ def test_the_pictures_of_the_documentation_are_small() -> None:
     pictures = sorted((ROOT / "docs").rglob("*.png"))
     assert len(pictures) >= 4
     assert {p.name: p.stat().st_size for p in pictures if p.stat().st_size >= 200_000} == {}
+
+
+# A dotted name in backticks: a module of the tree, or a name in one.
+DOTTED = re.compile(rf"`(?:cartridge_forge\.)?((?:{'|'.join(ROOMS)})(?:\.\w+)+)")
+
+
+def exists(dotted: str) -> bool:
+    """Return whether the longest part of the name that is a module or folder has the rest."""
+    parts = dotted.split(".")
+    for count in range(len(parts), 0, -1):
+        place = ROOT.joinpath(*parts[:count])
+        if place.with_suffix(".py").is_file():
+            rest = place.with_suffix(".py").read_text()
+            return all(re.search(rf"\b{part}\b", rest) for part in parts[count:])
+        if place.is_dir():
+            return count == len(parts)
+    return False
+
+
+def test_what_a_docstring_names_is_there() -> None:
+    formers = r"environments|registry|serving|strategies|teachers"  # rooms that were moved
+    former = re.compile(rf"`(?:{formers})\.[a-z_]+(?:\.\w+)*`")
+    missing = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in SOURCES
+        for name in (*DOTTED.findall(path.read_text()), *former.findall(path.read_text()))
+        if not exists(name.strip("`"))
+    }
+    assert missing == set()

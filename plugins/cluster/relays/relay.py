@@ -204,8 +204,8 @@ def receive(
 
 class RelayServer:
     """Serve a relay on `host`, at a port of its own, until this process ends. `context` makes the
-    settings of mutual TLS (`services.tls.identity`); None for plain TCP. Raises PlaneError where it
-    cannot listen."""
+    settings of mutual TLS (`plugins.cluster.tls.identity`); None for plain TCP. Raises PlaneError
+    where it cannot listen."""
 
     def __init__(self, relay: Relay, host: str, context: Callable[[], Any] | None = None) -> None:
         class RelayHandler(StreamRequestHandler):

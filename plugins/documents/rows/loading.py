@@ -1,4 +1,5 @@
-"""Load the raw rows of a dataset, in the process that `documents.rows.reading` starts for it.
+"""Load the raw rows of a dataset, in the process that `plugins.documents.rows.reading` starts for
+it.
 
 Every loader gives (place, row): the place is what messages call the row, `train.jsonl:12`.
 """

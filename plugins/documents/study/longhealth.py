@@ -2,8 +2,8 @@
 
     chart of 900 tokens -> chunks of at most 256, each under the chart's head -> patient_01.part_02
 
-Cuts are between notes, else between sentences (`documents.chunks`). A prompt is about passages of
-the notes, and these lie in one chunk, or in several.
+Cuts are between notes, else between sentences (`plugins.documents.chunks`). A prompt is about
+passages of the notes, and these lie in one chunk, or in several.
 
 Prompts are token ids, made from patients, tokenizer and config:
 

@@ -48,7 +48,7 @@ def studied_of(
     model: str,
 ) -> StudyQuestion | None:
     """Return the question of a row; None when a trainer row cannot hold it with its answer. The
-    answer's ids are those of `model` (`documents.synthesis.model_name`)."""
+    answer's ids are those of `model` (`plugins.documents.synthesis.model_name`)."""
     ids = conversation.opening(row.document, titled_messages(titles, row.document, row.messages))
     if len(ids) + spec.rollout.max_tokens > spec.train.row_tokens:
         return None

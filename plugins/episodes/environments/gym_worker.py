@@ -1,5 +1,6 @@
-"""Draw and score problems of reasoning_gym in a process of its own (`protocols.limited_process`):
-some tasks evaluate an answer in C code, where Python exceptions do not arrive."""
+"""Draw and score problems of reasoning_gym in a process of its own
+(`plugins.sandbox.limited_process`): some tasks evaluate an answer in C code, where Python
+exceptions do not arrive."""
 
 from __future__ import annotations
 

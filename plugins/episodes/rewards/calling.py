@@ -1,4 +1,5 @@
-"""Call one reward on episodes, in the process that `strategies.rewards.workers` starts for it.
+"""Call one reward on episodes, in the process that `plugins.episodes.rewards.workers` starts for
+it.
 
 A function is given what its parameters name: see `known_names`. One with a parameter `completions`
 is called as TRL calls its reward functions, with lists of one. A call that takes too long is

@@ -35,9 +35,9 @@ class Provenance:
     """Describe a cartridge's model and source; what is not known is empty.
 
     base            the model's name or path, as it was trained with
-    config_sha256   `registry.formats.base_model.config_hash` of its config.json
+    config_sha256   `plugins.library.formats.base_model.config_hash` of its config.json
     weights_sha256  `learning.model.loading.base_hash` of it, loaded as `weights_dtype`
-    rope            `registry.formats.base_model.rope_of` its config.json: base, scaling
+    rope            `plugins.library.formats.base_model.rope_of` its config.json: base, scaling
     first_position  position of the cartridge's first token; `keys` says whether keys are rotated
     source          JSON: run, checkpoint, step, the data's hash, metrics
     """

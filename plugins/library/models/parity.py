@@ -8,7 +8,8 @@
 The model's own forward pass is that of transformers, in eager attention and without a cache. Its
 modules hold our tensors, so the weights exist once. Both sides take one config, in which the
 borders of text are within the text and a large model has only its first layers of each kind
-(`learning.model.short_config`). A family needs no entry anywhere: what is computed wrongly differs.
+(`plugins.library.models.short_config`). A family needs no entry anywhere: what is computed wrongly
+differs.
 
 Both sides compute in float32 on the CPU, whatever type the model is used in: a bound of bfloat16
 would hide a soft cap. Rounding is BOUND nats. A deep model whose activations are large rounds more:

@@ -6,9 +6,8 @@
 Requests with a draft are a batch of their own, of which a step verifies one block a row
 (`learning.verified.decode`).
 
-`actors.engine_thread` calls `step`. At most `max_rows` requests are decoded at a time; others wait
-in order of arrival.
-"""
+`plugins.serve.engine.engine_thread` calls `step`. At most `max_rows` requests are decoded at a
+time; others wait in order of arrival."""
 
 from __future__ import annotations
 

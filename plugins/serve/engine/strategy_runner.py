@@ -33,8 +33,8 @@ THREADS = 32  # strategies at a time; others wait
 
 
 class CatalogueStrategies:
-    """Run every strategy of `strategies.catalog`. `judge` serves the scorer process_reward, in the
-    server's event loop."""
+    """Run every strategy of `plugins.strategies.catalog`. `judge` serves the scorer process_reward,
+    in the server's event loop."""
 
     def __init__(self, backend: Backend, texts: Tokenization, judge: Judge | None = None) -> None:
         self._backend, self._texts, self._judge = backend, texts, judge

@@ -8,7 +8,7 @@
 
 An aggregation prompt warns that candidates may be wrong, then has the problem, the numbered
 candidates and the form of the answer. A single candidate is refined, not aggregated. A task has the
-name of its answer form (`strategies.answers.extract`). The module does no I/O.
+name of its answer form (`plugins.strategies.answers.extract`). The module does no I/O.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ ROUTED = "Routed is on_policy over the cartridge that the router chooses by the 
 
 @dataclass(frozen=True)
 class RunSections:
-    """Hold what the page of a run's results shows, as `forge_run.report.template.render` does."""
+    """Hold what the page of a run's results shows, as `plugins.watch.report.template.render`
+    does."""
 
     name: str
     header: list[Block]

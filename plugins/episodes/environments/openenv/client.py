@@ -3,9 +3,9 @@
     EnvironmentRequest(task, ("find surgeon in cardiology.",))
     --/ws--> Observation((AgentMessage("tool", ..),))
 
-One /ws session is one episode (`environments.sessions`). This module implements the wire protocol
-itself: OpenEnv's client silently reopens a lost connection and would then step a session that was
-never reset.
+One /ws session is one episode (`plugins.episodes.environments.sessions`). This module implements
+the wire protocol itself: OpenEnv's client silently reopens a lost connection and would then step a
+session that was never reset.
 
 A server that lists tools (RFC 003) is asked for them at each reset with action form tool; a call is
 sent as its call_tool action. A reward may come with any step (RFC 004): `returns` says which count.

@@ -1,5 +1,5 @@
-"""Play the sessions of a user's environment, in the process that `environments.python.client`
-starts with limits of time and memory.
+"""Play the sessions of a user's environment, in the process that
+`plugins.episodes.environments.python.client` starts with limits of time and memory.
 
     {"ask": "load", "factory": "guess:Guess", "folder": "/x", "arguments": {}}   -> {}
     {"ask": "reset", "session": "1", "arguments": {"seed": 7}}                   -> {"reply": ..}
