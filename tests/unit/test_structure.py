@@ -110,7 +110,7 @@ def exists(dotted: str) -> bool:
         if place.with_suffix(".py").is_file():
             rest = place.with_suffix(".py").read_text()
             return all(re.search(rf"\b{part}\b", rest) for part in parts[count:])
-        if place.is_dir():
+        if any(place.glob("**/*.py")):  # a folder of caches alone is what a move left
             return count == len(parts)
     return False
 
