@@ -272,6 +272,22 @@ COMMANDS = {
                 "where (default: the run; of several, the folder eval beside the first)",
                 type=Path),
     )),
+    "bench": Command("ways to compress your documents, each with equal memory", "bench:command", (
+        _there("documents", "DOCUMENTS", "a folder or file of text"),
+        _there("questions", "QUESTIONS", "a file in SQuAD's form, whose titles name the documents"),
+        _option("--model", "NAME", "a name of `forge models list` or a directory "
+                "(default: smollm2-135m)", default="smollm2-135m"),
+        _option("--tokens", "P", "tokens of what stands for a document (default: 128)",
+                type=whole_number, default=128),
+        _option("--methods", "A,B", "which (default: all)"),
+        _option("--steps", "N", "of the trained ones (default: 40)", type=whole_number, default=40),
+        _option("--most", "T", "tokens that a document is cut to (default: 2000)",
+                type=whole_number, default=2000),
+        _option("--questions", "N", "about a document, at most (default: 16)", type=whole_number,
+                default=16, dest="questions_each"),
+        _option("--out", "DIR", "where bench.json is written (default: bench)", type=Path,
+                default=Path("bench")),
+    )),
     "compare": Command("paired differences between the arms of a run, or between runs",
                        "compare:command", (
         _option("runs", "RUN", "run directories, or files of answers; runs of the same settings "

@@ -65,6 +65,12 @@ def rows_of(kv: Tensor) -> Tensor:
     return kv.permute(3, 0, 1, 2, 4).reshape(kv.shape[3], -1).contiguous()
 
 
+def kv_of_rows(rows: Tensor, layers: int, heads: int) -> Tensor:
+    """Return the keys and values [L, 2, H_kv, P, D] of an adapter's tensor."""
+    kv = rows.view(rows.shape[0], layers, 2, heads, -1)
+    return kv.permute(1, 2, 3, 0, 4).contiguous()
+
+
 def read(path: Path) -> CartridgeFile:
     """Read an adapter's directory. Raises DataError."""
     config = _config(path)
@@ -92,7 +98,7 @@ def read(path: Path) -> CartridgeFile:
             f"{TENSOR} is {list(rows.shape)}, and {CONFIG} says [{tokens}, {layers} layers * 2 * "
             f"{width}] of {heads} heads; they are of two adapters, or one is damaged"
         )
-    kv = rows.view(tokens, layers, 2, heads, width // heads).permute(1, 2, 3, 0, 4).contiguous()
+    kv = kv_of_rows(rows, layers, heads)
     frozen = 0 if config["peft_type"] == PREFIX else _size(config, "num_frozen_tokens", least=0)
     if LABEL in metadata:
         return labelled(kv, metadata[LABEL], frozen)

@@ -1,0 +1,1 @@
+"""Compare ways to compress a document on equal terms: `forge bench`."""

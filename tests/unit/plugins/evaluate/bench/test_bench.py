@@ -1,0 +1,255 @@
+"""`forge bench`: ways to compress a document, read on equal terms."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cartridge_forge.forge_run.commands import bench as bench_command
+from cartridge_forge.learning.model.loading import load_model, load_tokenizer
+from cartridge_forge.plugins.evaluate.bench.methods import METHODS, Bench
+from cartridge_forge.plugins.evaluate.bench.peft_methods import responses
+from cartridge_forge.plugins.evaluate.bench.presses import best_entries, kvzip, snapkv
+from cartridge_forge.plugins.evaluate.bench.reading import (
+    BenchText,
+    outcome,
+    prefix_reader,
+    read_text,
+)
+from cartridge_forge.plugins.evaluate.bench.running import BenchRow, results, run, seconds_to
+from cartridge_forge.plugins.evaluate.bench.trained import TrainingSettings, training_rows
+from cartridge_forge.protocols.errors import DataError, SpecError
+from cartridge_forge.protocols.files import REPOSITORY
+
+MODEL = str(REPOSITORY / "models" / "clinic-reader")
+CHART = """chart of oscar brandt, born 14 february, diagnosis asthma.
+note 1: oncology, 17 december. albumin 25 gram. saturation 96 percent. analgesic calmosin. \
+antihypertensive quensyl. platelets 88 giga. insulin 86 units. lungs are clear.
+note 2: urology, 10 january. therapist evans. pharmacy lakeside. ultrasound bleeding. \
+creatinine 32 micromol. rehabilitation eastham. calcium 41 mmol. sleep has improved."""
+ANSWERS = {"insulin": "86 units", "therapist": "evans", "creatinine": "32 micromol"}
+PAIRS = [(f"what is the {t}?", f"the chart says {t} {a}.") for t, a in ANSWERS.items()]
+TOKENS = 20
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    settings = TrainingSettings(steps=6, prompts=4, kinds=("recite",), lr=0.3, every=3)
+    return Bench(load_model(MODEL), load_tokenizer(MODEL), MODEL, TOKENS, settings)
+
+
+@pytest.fixture(scope="module")
+def text(bench: Bench) -> BenchText:
+    return read_text(bench.model, bench.tokenizer, "chart", CHART, PAIRS, 16)
+
+
+@pytest.fixture(scope="module")
+def attentions(text: BenchText) -> Tensor:
+    """Return the weights [L, H_kv, S, T, T] of transformers' own pass over the document."""
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(MODEL, attn_implementation="eager")
+    heads = text.kv.shape[2]
+    with torch.no_grad():
+        weights = network(torch.tensor([text.ids]), output_attentions=True).attentions
+    return torch.stack([one[0].unflatten(0, (heads, -1)) for one in weights])
+
+
+def test_the_whole_document_closes_the_gap(bench: Bench, text: BenchText) -> None:
+    worth = outcome(text, prefix_reader(bench.model, text.kv))
+    assert (worth.gap, worth.agreement) == pytest.approx((1.0, 1.0))
+    assert worth.kl == pytest.approx(0.0, abs=1e-6)
+
+
+def test_no_document_closes_nothing(bench: Bench, text: BenchText) -> None:
+    bare = replace(
+        text, questions=tuple(replace(q, with_text=q.bare) for q in text.questions)
+    )  # fmt: skip
+    assert outcome(bare, prefix_reader(bench.model, text.bare_kv)).gap == pytest.approx(
+        0.0, abs=1e-6
+    )
+
+
+def test_snapkv_keeps_what_transformers_attends_to(
+    bench: Bench, text: BenchText, attentions: Tensor
+) -> None:
+    tokens, window = 40, 20  # less than WINDOW, of so short a text
+    before = len(text.ids) - window
+    assert before > tokens
+    scores = attentions[..., before:, :before].mean(dim=(2, 3))  # [L, H_kv, before]
+    pooled = torch.zeros_like(scores)
+    for place in range(before):  # zeros stand beyond both ends
+        pooled[..., place] = scores[..., max(0, place - 3) : place + 4].sum(-1) / 7
+    pooled[..., 0] = 1.0
+    best = pooled.topk(tokens - window, dim=-1).indices.sort(-1).values
+    places = torch.cat([best, torch.arange(before, before + window).expand(*best.shape[:2], -1)], 2)
+    wanted = text.kv[:, 1].gather(2, places[..., None].expand(-1, -1, -1, text.kv.shape[-1]))
+    prefix = snapkv(bench.model, text.kv, text.ids, tokens)
+    torch.testing.assert_close(prefix[:, 1], wanted)
+
+
+def test_kvzip_keeps_what_the_repetition_reads(bench: Bench, text: BenchText) -> None:
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(MODEL, attn_implementation="eager")
+    cue, length, heads = text.ids[-3:], len(text.ids), text.kv.shape[2]
+    with torch.no_grad():
+        read = torch.tensor([(*text.ids, *cue, *text.ids)])
+        weights = network(read, output_attentions=True).attentions
+    highest = torch.stack(
+        [
+            w[0].unflatten(0, (heads, -1))[..., length + 3 :, :length].amax(dim=(1, 2))
+            for w in weights
+        ]
+    )  # [L, H_kv, T]
+    highest[..., 0] = 2.0
+    places = highest.topk(TOKENS, dim=-1).indices.sort(-1).values
+    wanted = text.kv[:, 1].gather(2, places[..., None].expand(-1, -1, -1, text.kv.shape[-1]))
+    prefix = kvzip(bench.model, text.kv, text.ids, TOKENS, cue)
+    torch.testing.assert_close(prefix[:, 1], wanted)
+
+
+def test_kept_entries_stay_as_far_from_the_prompt(bench: Bench, text: BenchText) -> None:
+    scores = torch.arange(len(text.ids)).float().expand(*text.kv.shape[0:1], text.kv.shape[2], -1)
+    prefix = best_entries(bench.model, text.kv, scores, TOKENS)  # the first entry, and the last 19
+    last = outcome(text, prefix_reader(bench.model, prefix))
+    # Of the last layers' entries a prompt reads the same as behind the document: here the exact
+    # keys are those of a document that begins 19 entries before the prompt.
+    q = torch.randn(text.kv.shape[-1], generator=torch.Generator().manual_seed(0))
+    at = bench.model.frequencies()
+    behind = at.turned(q.expand(text.kv.shape[0], 1, 1, -1).double(), len(text.ids))
+    moved = at.turned(q.expand(text.kv.shape[0], 1, 1, -1).double(), TOKENS)
+    document = (text.kv[:, 0, :, -19:].double() * behind).sum(-1)
+    cartridge = (prefix[:, 0, :, 1:].double() * moved).sum(-1)
+    torch.testing.assert_close(document, cartridge, rtol=1e-4, atol=1e-4)
+    assert last.gap < 1.0
+
+
+def test_passages_hold_the_answers(bench: Bench, text: BenchText) -> None:
+    (point,) = METHODS["passages"](replace(bench, tokens=60), text)
+    assert outcome(text, point.reader).gap > 0.3
+    tokens, rest = divmod(point.numbers, bench.token_numbers)
+    assert rest == 0
+    assert tokens < len(text.ids)
+
+
+def test_peft_reads_the_prefix_as_our_decoder_does(bench: Bench, text: BenchText) -> None:
+    pytest.importorskip("peft", reason="the extra for PEFT is not installed")
+    stopped = replace(bench, training=replace(bench.training, steps=1, every=1))
+    (point,) = METHODS["peft_cartridge"](stopped, text)
+    import peft
+
+    from cartridge_forge.plugins.evaluate.bench.peft_methods import transformers_model
+
+    config = peft.CartridgeConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=TOKENS, num_frozen_tokens=1
+    )
+    network = peft.get_peft_model(transformers_model(MODEL), config)
+    first = text.kv[:, :, :, :TOKENS]
+    network.prompt_encoder["default"].load_prompt_embeddings(
+        first.permute(3, 0, 1, 2, 4).reshape(TOKENS, -1)
+    )
+    with torch.no_grad():
+        theirs = responses(network, text.right, ())
+    torch.testing.assert_close(
+        theirs, prefix_reader(bench.model, first)(text.right), rtol=0, atol=1e-4
+    )
+    assert point.numbers == TOKENS * bench.token_numbers
+
+
+@pytest.mark.parametrize("method", ["offline", "on_policy", "mixture", "peft_cartridge", "lora"])
+def test_training_goes_on_from_its_start(bench: Bench, text: BenchText, method: str) -> None:
+    points = list(METHODS[method](bench, text))
+    assert [p.step for p in points] == ([0, 3, 6] if method in ("offline", "on_policy", "mixture")
+                                        else [3, 6])  # fmt: skip
+    again = list(METHODS[method](bench, text))
+    assert outcome(text, points[-1].reader) == outcome(text, again[-1].reader)
+
+
+def test_lora_has_about_the_prefix_numbers(bench: Bench, text: BenchText) -> None:
+    (point, *_) = METHODS["lora"](bench, text)
+    assert 0.5 <= point.numbers / (TOKENS * bench.token_numbers) <= 2.0
+
+
+def test_a_text_without_words_for_a_prompt_is_refused(bench: Bench, text: BenchText) -> None:
+    settings = replace(bench.training, kinds=("continue",))
+    rows = training_rows(bench.tokenizer, replace(text, text=". . ."), settings)
+    with pytest.raises(DataError, match="no words for a prompt of the kind continue"):
+        next(rows)
+
+
+def test_questions_that_the_text_does_not_help_with_are_refused(bench: Bench) -> None:
+    pairs = [("what is the insulin?", "chart of oscar brandt")]
+    with pytest.raises(DataError, match="nothing can be compared"):
+        read_text(bench.model, bench.tokenizer, "chart", CHART, pairs, 16)
+
+
+def test_results_are_means_over_texts() -> None:
+    def row(text: str, step: int, seconds: float, gap: float) -> BenchRow:
+        return BenchRow(text, "m", step, seconds, 100, 1.0, gap, 0.1, 0.5)
+
+    rows = [row("a", 0, 1.0, 0.2), row("a", 5, 3.0, 0.6), row("b", 0, 2.0, 0.5),
+            row("b", 5, 5.0, 0.4)]  # fmt: skip
+    (one,) = results(rows)
+    assert (one.gap, one.seconds, one.steps, one.texts) == (pytest.approx(0.5), 4.0, 5, 2)
+    assert seconds_to(rows, 0.5) == {"m": 2.5}
+    assert seconds_to(rows, 0.55) == {"m": None}
+
+
+def test_a_repeated_command_goes_on(bench: Bench, text: BenchText, tmp_path: Path) -> None:
+    file, opened_texts = tmp_path / "bench.json", []
+
+    def opened(name: str) -> tuple[Bench, BenchText]:
+        opened_texts.append(name)
+        return bench, text
+
+    def measured(methods: list[str], **settings: Any) -> list[BenchRow]:
+        return run(file, settings, ["chart"], methods, opened, lambda row: None)
+
+    first = measured(["first_tokens"])
+    assert measured(["first_tokens"]) == first
+    assert opened_texts == ["chart"]
+    both = measured(["first_tokens", "kvzip"])
+    assert both[0] == first[0]
+    assert [r.method for r in both] == ["first_tokens", "kvzip"]
+    with pytest.raises(SpecError, match="other settings"):
+        measured(["first_tokens"], tokens=5)
+
+
+def test_the_command_compares_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "charts"
+    folder.mkdir()
+    (folder / "chart.txt").write_text(CHART)
+    paragraph = {
+        "context": CHART,
+        "qas": [
+            {
+                "id": t,
+                "question": f"what is the {t}?",
+                "answers": [{"text": f"{t} {a}", "answer_start": CHART.index(f"{t} {a}")}],
+            }
+            for t, a in ANSWERS.items()
+        ],
+    }
+    questions = tmp_path / "questions.json"
+    questions.write_text(json.dumps({"data": [{"title": "chart", "paragraphs": [paragraph]}]}))
+
+    def compare(methods: str) -> Any:
+        return bench_command.command(
+            folder, questions, model=MODEL, tokens=TOKENS, methods=methods, steps=5, most=2000,
+            questions_each=16, out=tmp_path / "out", show=lambda line: None,
+        )  # fmt: skip
+
+    (table,) = compare("first_tokens, passages, attention_matching")
+    assert [row[0] for row in table.rows] == ["first_tokens", "passages", "attention_matching"]
+    gaps = {row["method"]: row["gap"] for row in json.loads(
+        (tmp_path / "out" / "bench.json").read_text())["rows"]}  # fmt: skip
+    assert gaps["attention_matching"] > gaps["first_tokens"]
+    with pytest.raises(SpecError, match="no method 'zip'; there are first_tokens"):
+        compare("zip")
