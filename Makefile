@@ -182,7 +182,7 @@ run-real: install ## a real model learns three of our own pages: 30 minutes on t
 	test -d '$(MODEL)' || $(BIN)/forge models show '$(REAL_MODEL)' >/dev/null 2>&1 || $(BIN)/forge models add '$(MODEL)'
 	$(BIN)/forge make $(REAL_DOCS) --name pages --model '$(REAL_MODEL)' --minutes $(MINUTES) \
 	  --set data.questions=configs/our_docs.json --set evaluate.contamination=warn \
-	  --set 'evaluate.arms=[none,document,untrained,on_policy]' --set evaluate.questions=60 \
+	  --set 'evaluate.arms=[none,document,retrieved,untrained,on_policy,retrieved_cartridge]' --set evaluate.questions=60 \
 	  --set evaluate.max_tokens=24
 	$(BIN)/forge compare runs/documents/latest --metric nll
 

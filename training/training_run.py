@@ -233,8 +233,11 @@ class TrainingRun:
             self._rollouts = None
         self._tell_usable()
         await self._evaluate("on_policy", "cartridge", state.version)
-        await self._evaluate("routed", "cartridge", state.version)
-        for arm, prefix in (("none", NO_DOCUMENT), ("document", "document")):
+        for arm in ("routed", "retrieved_cartridge"):
+            await self._evaluate(arm, "cartridge", state.version)
+        for arm, prefix in (
+            ("none", NO_DOCUMENT), ("document", "document"), ("retrieved", "document")
+        ):  # fmt: skip
             await self._evaluate(arm, prefix, 0)
 
     def _tell_usable(self) -> None:
@@ -411,7 +414,7 @@ class TrainingRun:
     async def _measure(
         self, arm: str, prefix: str, version: int, *, sampled: bool, most: int | None = None
     ) -> MeasuredAccuracy:
-        step = self._state.step if arm in (*TRAINED_ARMS, "routed") else 0
+        step = self._state.step if arm in (*TRAINED_ARMS, "routed", "retrieved_cartridge") else 0
 
         def keep(answers: Sequence[Answer]) -> None:
             drawn = sampled or self._learn.samples_answers

@@ -96,7 +96,6 @@ def evaluate(
     from cartridge_forge.plugins.evaluate.arms import pairs
     from cartridge_forge.plugins.evaluate.questions import set_paper
     from cartridge_forge.plugins.evaluate.runs import (
-        KINDS,
         enter,
         read_run,
         require_comparable,
@@ -113,8 +112,8 @@ def evaluate(
         require_documents(run, paper)
     out.mkdir(parents=True, exist_ok=True)
     contamination = _contamination(finished, paper, spec, out)
-    entry = enter(finished, paper, kinds or KINDS, tokenizer)
-    notes = [*(line for run in finished for line in run.notes), *paper.notes]
+    entry = enter(finished, paper, kinds, tokenizer)
+    notes = [*(line for run in finished for line in run.notes), *paper.notes, *entry.notes]
     for line in notes:
         show(f"note: {line}")
     sat = asyncio.run(_measure(first, paper, entry, spec, lambda row: show("  ".join(cells(row)))))

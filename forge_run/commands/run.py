@@ -15,7 +15,7 @@ from cartridge_forge.protocols.spec.loading import LoadedSpec, load_spec
 from cartridge_forge.services.run_directory import RunDirectory
 
 CANNOT_RUN = 3  # the exit code of a plan that cannot run on this machine
-ON_POLICY = ("on_policy", "routed")  # the arms that are no baselines
+ON_POLICY = ("on_policy", "routed", "retrieved_cartridge")  # the arms that are no baselines
 
 
 def run(

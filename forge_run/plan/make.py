@@ -34,6 +34,10 @@ READERS = 3  # generator, teacher and trainer each hold the model
 PROCESS_BYTES = 300 * 1024**2  # of one process without the model
 
 
+# Measured where the user has questions: a cartridge beside what else as many tokens could hold.
+ARMS_OF_QUESTIONS = ("none", "document", "retrieved", "on_policy", "retrieved_cartridge")
+
+
 @dataclass(frozen=True)
 class ModelBytes:
     """Hold the bytes of a model's weights in memory, and of one token's keys and values."""
@@ -59,6 +63,7 @@ class MakePlan:
     memory: int
     rates: MachineRates
     warm: int  # steps on the documents' own words first
+    arms: tuple[str, ...]  # that are measured
 
     @property
     def sets(self) -> list[str]:
@@ -72,7 +77,7 @@ class MakePlan:
             f"train.steps={self.steps}",
             f"train.warmup_steps={min(6, self.steps // 4)}",
             f"train.checkpoint_every={max(1, self.steps // 3)}",
-            "evaluate.arms=[on_policy]",
+            f"evaluate.arms=[{','.join(self.arms)}]",
             f"evaluate.questions={EXAM_QUESTIONS}",
             f"evaluate.max_tokens={ANSWER_TOKENS}",
             "evaluate.probe_every=0",
@@ -129,7 +134,9 @@ def planned(
         questions = max(LEAST_QUESTIONS, min(questions, affordable))
     reading = (SLOWER * total + _matching(counts, learn)) / rates.forward
     start = START_SECONDS + reading + questions * len(counts) * asking
-    exam = EXAM_QUESTIONS * ANSWER_TOKENS * (1 / rates.decode + 1 / rates.forward)
+    arms = ("on_policy",) if learn.data.questions is None else ARMS_OF_QUESTIONS
+    exam = len(arms) * EXAM_QUESTIONS * ANSWER_TOKENS * (1 / rates.decode + 1 / rates.forward)
+    exam += sum("retrieved" in arm for arm in arms) * EXAM_QUESTIONS * tokens / rates.forward
     remaining = seconds - start - exam
     first = learn.train.warm_start
     share = 0.0 if first is None else min(1.0, first.steps / learn.train.steps)
@@ -147,7 +154,7 @@ def planned(
     nbytes = READERS * size.weights + 2 * total * size.token + 2 * READERS * PROCESS_BYTES
     return MakePlan(
         len(counts), total, tokens, questions, prompts, steps, start, step,
-        start + steps * step + exam, nbytes, rates, round(steps * share),
+        start + steps * step + exam, nbytes, rates, round(steps * share), arms,
     )  # fmt: skip
 
 

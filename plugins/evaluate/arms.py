@@ -58,6 +58,8 @@ from cartridge_forge.protocols.step import (
 )
 
 Generating = Callable[[Sequence[GenerateRequest]], Awaitable[Sequence[Completion]]]
+# (what a prompt is about, its ids, its prefix) -> its ids with passages, and their prefix
+PassagePlace = Callable[[str, tuple[int, ...], PrefixRef], tuple[tuple[int, ...], PrefixRef]]
 AT_ONCE = 64  # requests of a call: more would wait in the engines until it times out
 
 
@@ -65,8 +67,8 @@ AT_ONCE = 64  # requests of a call: more would wait in the engines until it time
 class EvalArm:
     """Describe the prefix before the questions. `prefixes` has one for everything that a question
     of the suite is about (`EvalSuite.abouts`), None stands for no document at all; `routed` has
-    others for single questions, by their ids after a prefix. `tokens` is the mean length of a
-    prefix."""
+    others for single questions, by their ids after a prefix, and `passages` makes the prompt of an
+    arm that retrieves them. `tokens` is the mean length of a prefix."""
 
     name: str
     kind: str
@@ -78,6 +80,7 @@ class EvalArm:
     step: int = 0
     trained_tokens: int = 0
     routed: Mapping[tuple[int, ...], PrefixRef] = field(default_factory=dict)
+    passages: PassagePlace | None = None
 
 
 @dataclass(frozen=True)
@@ -441,6 +444,8 @@ class RequestWindow:
         ids = item.bare_ids if bare else item.prompt_ids
         prefix = BARE if arm.prefixes is None else arm.prefixes[item.about]
         prefix = arm.routed.get(item.prompt_ids, prefix)
+        if arm.passages is not None:
+            ids, prefix = arm.passages(item.about, ids, prefix)
         return GenerateRequest(
             name, (*ids, *answer), prefix, sampling, seed, prompt_logprobs=bool(answer)
         )

@@ -33,7 +33,13 @@ from cartridge_forge.protocols.spec.loading import load_resolved
 from cartridge_forge.services.run_directory import EVAL_ANSWERS, RunDirectory
 
 METRICS = ("right", "nll", "reward", "accepted", "own_kl", "precision")
-UNTRAINED = ("none", "document", "truncated", "untrained")  # equal in runs over the same data
+UNTRAINED = (
+    "none",
+    "document",
+    "truncated",
+    "retrieved",
+    "untrained",
+)  # equal in runs over the same data
 RESAMPLES = 4000
 SEED = 0
 FEW = 10  # documents: intervals over fewer say little about others

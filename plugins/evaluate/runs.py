@@ -1,8 +1,9 @@
 """Read finished runs as arms of one evaluation, and check that they are comparable.
 
 run       spec, results, the last checkpoint of every arm -> cartridges
-runs      one base model, one set of documents            -> arms: none, document, and of each
-          budget P truncated and untrained, and of each run offline, hybrid or on_policy
+runs      one base model, one set of documents            -> arms: none, document, of each
+          budget P truncated, retrieved (passages of P tokens) and untrained, and of each run
+          offline, hybrid or on_policy, and its cartridge with passages before the question
 """
 
 from __future__ import annotations
@@ -20,6 +21,14 @@ from cartridge_forge.learning.initialization import first_of_each, parts_of
 from cartridge_forge.learning.teacher import context_ids
 from cartridge_forge.plugins.documents.near_duplicates import LocatedText
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
+from cartridge_forge.plugins.documents.study.passages import (
+    LEAST_TOKENS,
+    NO_PREFIX,
+    RETRIEVED,
+    RETRIEVED_CARTRIDGE,
+    PassagePrompts,
+    passage_tokens,
+)
 from cartridge_forge.plugins.documents.study.prompts import texts_of
 from cartridge_forge.plugins.documents.study.routing import RoutedQuestions
 from cartridge_forge.plugins.evaluate.arms import EvalArm
@@ -29,13 +38,16 @@ from cartridge_forge.protocols.errors import CheckpointError, DataError, SpecErr
 from cartridge_forge.protocols.files import iter_rows
 from cartridge_forge.protocols.spec.loading import load_resolved
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.step import NO_DOCUMENT, PrefixRef
+from cartridge_forge.protocols.step import NO_DOCUMENT, SEPARATOR, PrefixRef
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.services.run_directory import RunDirectory
 from cartridge_forge.training.records import contexts_of, with_title
 from cartridge_forge.training.renderer import ChatRenderer
 
-KINDS = ("none", "document", "truncated", "untrained", "offline", "hybrid", "on_policy")
+KINDS = (
+    "none", "document", "truncated", RETRIEVED, "untrained", "offline", "hybrid", "on_policy",
+    RETRIEVED_CARTRIDGE,
+)  # fmt: skip
 ROUTED = "routed"  # not by default: it asks everything again, to differ where the router errs
 TRAINED = ("offline", "on_policy")  # names in checkpoints; a hybrid is under on_policy
 
@@ -152,18 +164,27 @@ def require_documents(run: FinishedRun, paper: EvalSuite) -> None:
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """Hold arms with what generators need for them: document ids, and cartridges by version."""
+    """Hold arms with what generators need for them: document ids, and cartridges by version; and
+    notes on arms that are left out."""
 
     arms: tuple[EvalArm, ...]
     documents: Mapping[str, tuple[int, ...]]
     cartridges: Mapping[int, tuple[str, Tensor]]
+    notes: tuple[str, ...] = ()
 
 
 def enter(
-    runs: Sequence[FinishedRun], paper: EvalSuite, kinds: Sequence[str], tokenizer: Any
+    runs: Sequence[FinishedRun], paper: EvalSuite, kinds: Sequence[str] | None, tokenizer: Any
 ) -> EvaluatedRun:
-    """Return the arms of these kinds, ordered as KINDS, each trained one before its routed one.
-    Raises SpecError for an unknown kind."""
+    """Return the arms of these kinds, ordered as KINDS, each trained one before its routed one; for
+    None all of KINDS, without passages where a cartridge has too few tokens for them. Raises
+    SpecError for an unknown kind."""
+    notes: tuple[str, ...] = ()
+    if kinds is None:
+        kinds, smallest = KINDS, min(run.learn.cartridge.tokens for run in runs)
+        if passage_tokens(paper.about.conversation, smallest) < LEAST_TOKENS:
+            kinds = [kind for kind in KINDS if kind not in (RETRIEVED, RETRIEVED_CARTRIDGE)]
+            notes = (f"no passage fits into {smallest} tokens: the arms {RETRIEVED} are left out",)
     known = (*KINDS, ROUTED)
     unknown = sorted(set(kinds) - set(known))
     if unknown:
@@ -198,9 +219,23 @@ def enter(
             prefixes = {a: PrefixRef(f"document/{kind}/{budget}/{n}", 0) for a, n in over.items()}
             name = kind if len(budgets) == 1 else f"{kind} P={budget}"
             found.append(EvalArm(name, kind, prefixes, fmean(map(len, cut.values())), budget))
+    about = paper.about
+    places = {
+        budget: PassagePlaces(
+            paper,
+            PassagePrompts(about.layout, about.texts, tokenizer, about.conversation, budget, kinds),
+        )
+        for budget in budgets
+    }
+    for budget in budgets if RETRIEVED in kinds else ():
+        name = RETRIEVED if len(budgets) == 1 else f"{RETRIEVED} P={budget}"
+        prefixes = dict.fromkeys(abouts, NO_PREFIX)
+        alone = places[budget].alone
+        found.append(EvalArm(name, RETRIEVED, prefixes, float(budget), budget, passages=alone))
     cartridges: dict[int, tuple[str, Tensor]] = {}
     routed = routed_questions(paper) if ROUTED in kinds else {}
-    trained = [(run, t) for run in runs for t in run.trained if t.kind in kinds or routed]
+    more = bool(routed) or RETRIEVED_CARTRIDGE in kinds
+    trained = [(run, t) for run in runs for t in run.trained if t.kind in kinds or more]
     for run, t in sorted(trained, key=lambda pair: KINDS.index(pair[1].kind)):
         versions = {name: len(cartridges) + i for i, name in enumerate(layout.cartridges)}
         cartridges |= {version: (name, t.cartridges[name]) for name, version in versions.items()}
@@ -216,9 +251,62 @@ def enter(
         if routed:
             refs = {ids: PrefixRef(f"cartridge/{n}", versions[n]) for ids, n in routed.items()}
             found.append(replace(arm, name=f"{name}, {ROUTED}", kind=ROUTED, routed=refs))
+        if RETRIEVED_CARTRIDGE in kinds:
+            found.append(
+                replace(
+                    arm, name=f"{name}, {RETRIEVED}", kind=RETRIEVED_CARTRIDGE,
+                    tokens=2.0 * budget, passages=places[budget].beside,
+                )
+            )  # fmt: skip
     if not found:
         raise SpecError(f"none of the runs trained an arm of {', '.join(kinds)}; name others")
-    return EvaluatedRun(tuple(found), documents, cartridges)
+    return EvaluatedRun(tuple(found), documents, cartridges, notes)
+
+
+@dataclass(frozen=True)
+class PassagePlaces:
+    """Put passages into the prompts of a suite: `alone` in place of the document, `beside` a
+    cartridge before the words of the last turn. Both take what a prompt is about, its ids after a
+    prefix, and that prefix, and return the ids with passages and what stands before them."""
+
+    paper: EvalSuite
+    prompts: PassagePrompts
+
+    def alone(
+        self, about: str, ids: tuple[int, ...], prefix: PrefixRef
+    ) -> tuple[tuple[int, ...], PrefixRef]:
+        cartridge, messages, rest = self._parts(about, ids)
+        prompt, ref = self.prompts.alone(cartridge, messages)
+        return (*prompt, *rest), ref
+
+    def beside(
+        self, about: str, ids: tuple[int, ...], prefix: PrefixRef
+    ) -> tuple[tuple[int, ...], PrefixRef]:
+        cartridge, messages, rest = self._parts(about, ids)
+        context = about.split(SEPARATOR)[0]
+        return (*self.prompts.beside(cartridge, context, messages), *rest), prefix
+
+    def _parts(
+        self, about: str, ids: tuple[int, ...]
+    ) -> tuple[str, tuple[AgentMessage, ...], tuple[int, ...]]:
+        """Return the cartridge, the messages, and the ids after the last of them: the beginning of
+        an answer. Raises DataError for ids that are no conversation of the suite."""
+        conversation, layout = self.paper.about.conversation, self.paper.about.layout
+        context = about.split(SEPARATOR)[0]
+        texts = conversation.texts_of(ids)
+        for count in range(len(texts), 0, -1):
+            messages = tuple(
+                AgentMessage("assistant" if at % 2 else "user", text)
+                for at, text in enumerate(texts[:count])
+            )
+            opening = conversation.opening(context, messages) if count % 2 else ()
+            if opening and ids[: len(opening)] == opening:
+                cartridge = layout.cartridge_of(layout.documents[context])
+                return cartridge, messages, ids[len(opening) :]
+        raise DataError(
+            f"a prompt about {about} cannot be read back as messages in this chat template: leave "
+            f"out the arms {RETRIEVED} and {RETRIEVED_CARTRIDGE}"
+        )
 
 
 def routed_questions(paper: EvalSuite) -> dict[tuple[int, ...], str]:

@@ -24,7 +24,11 @@ from cartridge_forge.protocols.spec.base import (
     unique,
 )
 
-Arm = Literal["none", "document", "untrained", "offline", "on_policy", "routed"]
+Arm = Literal[
+    "none", "document", "retrieved", "untrained", "offline", "on_policy", "routed",
+    "retrieved_cartridge",
+]  # fmt: skip
+RETRIEVED_ARMS: tuple[Arm, ...] = ("retrieved", "retrieved_cartridge")
 ARMS: tuple[Arm, ...] = ("none", "document", "untrained", "offline", "on_policy")
 
 
@@ -547,9 +551,10 @@ class EvaluateSpec(SpecSection):
                 "must hold on_policy where it holds offline, which trains on as many tokens",
                 "add on_policy or remove offline",
             )
-        if "routed" in value and "on_policy" not in value:
-            raise broken(
-                "must hold on_policy where it holds routed, which reads the same cartridges",
-                "add on_policy or remove routed",
-            )
+        for arm in ("routed", "retrieved_cartridge"):
+            if arm in value and "on_policy" not in value:
+                raise broken(
+                    f"must hold on_policy where it holds {arm}, which reads the same cartridges",
+                    f"add on_policy or remove {arm}",
+                )
         return value

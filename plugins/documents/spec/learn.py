@@ -12,6 +12,7 @@ from cartridge_forge.plugins.documents.spec.documents import DocumentsSpec, Self
 from cartridge_forge.plugins.documents.spec.rows import FUNCTION, ROW_SOURCES
 from cartridge_forge.protocols.spec.base import Rule
 from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.sections import RETRIEVED_ARMS
 
 
 class DocumentsLearn(LearnSpec):
@@ -69,11 +70,12 @@ class DocumentsLearn(LearnSpec):
             "train.compose must be 0 with a single cartridge, episodes or rsa",
             "remove it, or train two cartridges or more without them",
         )
+        unknown = [a for a in self.evaluate.arms if a in ("routed", *RETRIEVED_ARMS)]
         yield (
-            "routed" in self.evaluate.arms and unnamed,
-            "evaluate.arms must not hold routed with episodes or rsa, whose questions are not "
-            "known before they are asked",
-            "remove routed",
+            bool(unknown) and unnamed,
+            f"evaluate.arms must not hold {' or '.join(unknown)} with episodes or rsa, whose "
+            "questions are not known before they are asked",
+            f"remove {' and '.join(unknown)}",
         )
 
     def _of_student_top(self) -> Iterator[Rule]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from cartridge_forge.plugins.documents.corpus import Corpus
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
@@ -23,6 +24,11 @@ from cartridge_forge.plugins.documents.study.agreement import (
     answered,
     teachers_answer,
     users_answer,
+)
+from cartridge_forge.plugins.documents.study.passages import (
+    RETRIEVED,
+    RETRIEVED_CARTRIDGE,
+    PassagePrompts,
 )
 from cartridge_forge.plugins.documents.study.prompts import answered_over, reading, titled_messages
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion
@@ -53,9 +59,14 @@ class StudyExam:
         conversation: ChatRenderer,
         titles: Mapping[str, str],
         asked: Sequence[UserQuestion],
+        tokenizer: Any,
     ) -> None:
         self._spec, self._parts, self._layout = spec, parts, parts.layout
         self._conversation, self._titles = conversation, titles
+        self._passages = PassagePrompts(
+            parts.layout, parts.texts, tokenizer, conversation, spec.cartridge.tokens,
+            spec.evaluate.arms,
+        )  # fmt: skip
         self.asked, self.held_out = list(asked), list[StudyQuestion]()
         self.questions: list[HeldOutQuestion] = []
         self._sampling = asyncio.Lock()
@@ -70,7 +81,7 @@ class StudyExam:
         exams = self.questions[:most]
         measured: MeasuredAccuracy | None = None
         if exams:
-            requests = [self._reading(e, f"evaluate/{arm}", prefix, version, route) for e in exams]
+            requests = [self._reading(e, arm, prefix, version, route) for e in exams]
             completions = await generate(requests)
             measured = agreement(exams, completions)
             if keep is not None:
@@ -85,8 +96,7 @@ class StudyExam:
         requests = [
             GenerateRequest(
                 f"evaluate/{arm}/asked/{q.id}",
-                self.prompt_ids(q.document, q.messages, bare=prefix == NO_DOCUMENT),
-                self._ref(q.document, q.messages, prefix, version, route),
+                *self._prompt(arm, q.document, q.messages, prefix, version, route),
                 sampling,
                 stream_seed(f"asked/{q.id}"),
             )
@@ -168,7 +178,7 @@ class StudyExam:
                 )
                 for s, c in zip(self.held_out, answers, strict=True)
             ]
-            read = await generate([self._reading(e, "teacher/read", "document", 0) for e in exams])
+            read = await generate([self._reading(e, "document", "document", 0) for e in exams])
             self.questions = [
                 HeldOutQuestion(
                     e.studied, e.bare_ids, e.answer_ids,
@@ -179,14 +189,28 @@ class StudyExam:
             ]  # fmt: skip
 
     def _reading(
-        self, exam: HeldOutQuestion, name: str, prefix: str, version: int,
+        self, exam: HeldOutQuestion, arm: str, prefix: str, version: int,
         route: Route = own_cartridge,
     ) -> GenerateRequest:  # fmt: skip
         """Return a request that reads the teacher's answer, for its log-probabilities."""
         studied = exam.studied
-        ids = exam.bare_ids if prefix == NO_DOCUMENT else studied.prompt_ids
-        ref = self._ref(studied.document, studied.messages, prefix, version, route)
+        ids, ref = self._prompt(arm, studied.document, studied.messages, prefix, version, route)
         return GenerateRequest(
-            f"{name}/{exam.studied.key}", (*ids, *exam.answer_ids), ref,
+            f"evaluate/{arm}/{exam.studied.key}", (*ids, *exam.answer_ids), ref,
             Sampling(temperature=0.0, max_tokens=1), 0, prompt_logprobs=True,
         )  # fmt: skip
+
+    def _prompt(
+        self, arm: str, about: str, messages: Sequence[AgentMessage], prefix: str, version: int,
+        route: Route,
+    ) -> tuple[tuple[int, ...], PrefixRef]:  # fmt: skip
+        """Return an arm's prompt about contexts and what stands before it."""
+        context = contexts_of(about)[0]
+        cartridge = self._layout.cartridge_of(self.document(about))
+        titled = titled_messages(self._titles, context, messages)
+        if arm == RETRIEVED:
+            return self._passages.alone(cartridge, titled)
+        ref = self._ref(about, messages, prefix, version, route)
+        if arm == RETRIEVED_CARTRIDGE:
+            return self._passages.beside(cartridge, context, titled), ref
+        return self.prompt_ids(about, messages, bare=prefix == NO_DOCUMENT), ref

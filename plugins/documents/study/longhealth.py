@@ -44,6 +44,11 @@ from cartridge_forge.plugins.documents.corpus import context_tokens, longest, pa
 from cartridge_forge.plugins.documents.near_duplicates import LocatedText, overlaps
 from cartridge_forge.plugins.documents.spec.data import DataSpec
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
+from cartridge_forge.plugins.documents.study.passages import (
+    RETRIEVED,
+    RETRIEVED_CARTRIDGE,
+    PassagePrompts,
+)
 from cartridge_forge.plugins.documents.study.prompts import (
     answered_over,
     context_choice,
@@ -275,6 +280,10 @@ class LongHealthPrompts:
         self.documents = {name: self.conversation.head(name) for name in self.texts}
         self.documents[NO_DOCUMENT] = self.conversation.head(None)
         self._choose = context_choice(spec, self.layout, self.texts, self.documents)
+        self._passages = PassagePrompts(
+            self.layout, self.texts, tokenizer, self.conversation, spec.cartridge.tokens,
+            spec.evaluate.arms,
+        )  # fmt: skip
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -370,7 +379,8 @@ class LongHealthPrompts:
         sampled: bool,
         route: Route = own_cartridge,
     ) -> list[GenerateRequest]:
-        """Return one arm's requests: prefix "cartridge", "document" or "none" (no document)."""
+        """Return one arm's requests: prefix "cartridge", "document" or "none" (no document). Those
+        of the arms over passages hold them in the prompt."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed
         sampling = Sampling(
             temperature=evaluate.temperature if sampled else 0.0, max_tokens=evaluate.max_tokens
@@ -386,6 +396,11 @@ class LongHealthPrompts:
                 ref = PrefixRef(f"{prefix}/{route(cartridge, exam.text)}", version)
             name = f"evaluate/{arm}/{exam.question.id}"
             ids = exam.bare_ids if bare else exam.prompt_ids
+            message = (AgentMessage("user", exam.text),)
+            if arm == RETRIEVED:
+                ids, ref = self._passages.alone(cartridge, message)
+            elif arm == RETRIEVED_CARTRIDGE:
+                ids = self._passages.beside(cartridge, exam.contexts[0], message)
             # The draw does not depend on the arm, so that arms differ by their prefix alone.
             draw = stream_seed(f"exam/{seed}/{exam.question.id}")
             requests.append(GenerateRequest(name, ids, ref, sampling, draw))

@@ -107,7 +107,7 @@ class DocumentsRecipe(Recipe):
         self.end_ids, self.note = self._conversation.end_ids, self._conversation.note
         self._sampling = None if mesh is None else opened(spec, mesh, self.end_ids)
         self._rows = rows
-        self._exam = StudyExam(spec, parts, self._conversation, self._titles, asked)
+        self._exam = StudyExam(spec, parts, self._conversation, self._titles, asked, tokenizer)
         self._getting_ready = asyncio.Lock()
         self._training: dict[str, list[StudyQuestion]] = {}
         note_documents(parts, directory)

@@ -17,7 +17,7 @@ from torch import Tensor
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.teacher import document_kv, score_over
-from cartridge_forge.plugins.documents.retrieval import Bm25Router
+from cartridge_forge.plugins.documents.study.passages import PassageIndex
 from cartridge_forge.plugins.documents.study.reference_prompts import study_prompts
 from cartridge_forge.plugins.evaluate.bench.peft_methods import train_lora, train_prefix
 from cartridge_forge.plugins.evaluate.bench.presses import kvzip, snapkv
@@ -35,7 +35,6 @@ from cartridge_forge.training.renderer import ChatRenderer
 
 SUMMARY_PROMPT = "Summarize the text. Keep names, numbers and facts."
 REPEAT_PROMPT = "Repeat the text word for word."
-PASSAGES = 2  # of half of the prefix's tokens each
 
 
 @dataclass(frozen=True)
@@ -93,25 +92,12 @@ def summary(bench: Bench, text: BenchText) -> Iterator[Point]:
 
 
 def passages(bench: Bench, text: BenchText) -> Iterator[Point]:
-    """Read the passages that BM25 ranks first for each question, PASSAGES of them with P tokens in
-    all, in the text's order. Passages overlap by half."""
-    size = bench.tokens // PASSAGES
-    ids = bench.tokenizer(text.text, add_special_tokens=False).input_ids
-    starts = range(0, max(1, len(ids) - size // 2), max(1, size // 2))
-    parts = {f"{at:07d}": bench.tokenizer.decode(ids[at : at + size]) for at in starts}
-    router = Bm25Router.of_texts(parts)
-    chosen: dict[str, str] = {}
-    for q in text.questions:
-        ranked = [name for name, _ in router.top(q.text, len(parts))] or list(parts)
-        best: list[str] = []
-        for name in ranked:
-            apart = all(abs(int(name) - int(one)) >= size for one in best)
-            if len(best) < PASSAGES and apart:
-                best.append(name)
-        chosen[q.with_text.id] = "\n\n".join(parts[name] for name in sorted(best))
-    renderer = ChatRenderer(bench.tokenizer, {words: words for words in chosen.values()})
+    """Read the passages of P tokens in all that BM25 ranks first for each question."""
+    renderer = ChatRenderer(bench.tokenizer, {text.name: text.text})
+    index = PassageIndex([text.text], bench.tokenizer, renderer, bench.tokens)
+    chosen = {q.with_text.id: index.best(q.text) for q in text.questions}
     kvs = {
-        words: document_kv(bench.model, renderer.head(words))
+        words: document_kv(bench.model, index.head(words))
         for words in dict.fromkeys(chosen.values())
     }
 

@@ -151,7 +151,7 @@ def _plan(arms: Sequence[str]) -> Iterator[tuple[str, str, str]]:
     if "untrained" in arms and "offline" not in arms:
         yield "evaluate untrained", "untrained", "evaluate"
     yield "train on policy", "on_policy", "train"
-    for arm in ("on_policy", "routed", "none", "document"):
+    for arm in ("on_policy", "routed", "retrieved_cartridge", "none", "document", "retrieved"):
         if arm in arms:
             yield f"evaluate {arm.replace('_', ' ')}", arm, "evaluate"
     if "offline" in arms:

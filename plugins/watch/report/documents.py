@@ -66,7 +66,7 @@ def _agreement(arms: Row) -> Rows:
             arm, number(a["kl"], ".4f"), "{:.4f} to {:.4f}".format(*a["kl_ci95"]),
             percent(a["top1"]), f"{a['tokens']:,}", percent(arms[arm].get("f1")),
         )
-        for arm in ARMS
+        for arm in dict.fromkeys((*ARMS, *arms))
         if arm in arms and (a := arms[arm].get("agreement"))
     )  # fmt: skip
 

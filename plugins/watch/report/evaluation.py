@@ -43,17 +43,19 @@ OWN_HEADS = (
     "true sentences", "greedy", "KL of its text", "nats to the teacher", "forms obeyed",
 )  # fmt: skip
 PAIR_HEADS = ("arm", "over", "difference", "95%", "other side of zero")
-TRAINED = ("offline", "hybrid", "on_policy", "routed")
+TRAINED = ("offline", "hybrid", "on_policy", "routed", "retrieved_cartridge")
 KINDS = {"none": "x", "document": "D", "truncated": "v", "untrained": "^", "offline": "s",
-         "hybrid": "P", "on_policy": "o", "routed": "*"}  # fmt: skip
-BUDGETED = ("truncated", "untrained", *TRAINED)
+         "hybrid": "P", "on_policy": "o", "routed": "*", "retrieved": "d",
+         "retrieved_cartridge": "p"}  # fmt: skip
+BUDGETED = ("truncated", "retrieved", "untrained", *TRAINED)
 HEIGHT = 3.6  # inches of a plot
 BESIDE = 1.05  # factor between the x positions of kinds with one budget, which would overlap
 NOTES = (
     "prefix: tokens before the question, means over documents; compression: document tokens over "
     "them; trained on: response tokens",
     "truncated: as much of the document as a prompt of the cartridge's budget holds; untrained: "
-    "the cartridge where training starts",
+    "the cartridge where training starts; retrieved: passages of the budget that BM25 ranks first "
+    "for a question, alone or over the cartridge",
     "exact and F1 as SQuAD normalises; an answer that cannot be read is unparsed, and wrong",
     "perplexity a token: of the right answers (of the teacher's where none are known), and of "
     "passages of the documents; after own words: of what the whole document's teacher writes where "
@@ -275,4 +277,10 @@ def _draw_rows(axes: Axes, rows: Sequence[EvalRow], places: Sequence[float | Non
 
 
 def _paint(kind: str) -> str:
-    return PAINT[kind] if kind in ARMS else hue({"truncated": 4, "hybrid": 5}.get(kind, 6))
+    return (
+        PAINT[kind]
+        if kind in ARMS
+        else hue(
+            {"truncated": 4, "hybrid": 5, "retrieved": 7, "retrieved_cartridge": 8}.get(kind, 6)
+        )
+    )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cartridge_forge.forge_run.commands.evaluate import SPEC, evaluate
 from cartridge_forge.plugins.documents.retrieval import Bm25Router
+from cartridge_forge.plugins.documents.study.passages import BETWEEN, NO_PREFIX
 from cartridge_forge.plugins.documents.study.question_files import read_questions
 from cartridge_forge.plugins.evaluate.arms import sit
 from cartridge_forge.plugins.evaluate.questions import GENERAL, set_paper
@@ -56,9 +57,10 @@ def test_each_arm_has_its_last_cartridges(tmp_path: Path) -> None:
     require_documents(run, exam)
     entry = enter([run], exam, KINDS, tokenizer())
     assert [arm.name for arm in entry.arms] == [
-        "none", "document", "truncated", "untrained", "offline", "on_policy",
+        "none", "document", "truncated", "untrained", "retrieved", "offline", "offline, retrieved",
+        "on_policy", "on_policy, retrieved",
     ]  # fmt: skip
-    last = entry.arms[-1]
+    last = entry.arms[-2]
     assert (last.budget, last.tokens, last.step, last.trained_tokens) == (16, 16.0, 5, 100)
     for arm, held in (("offline", offline), ("on_policy", on_policy)):
         (one,) = (a for a in entry.arms if a.kind == arm)
@@ -118,6 +120,40 @@ def test_a_corpus_cartridge_answers_about_all_its_chunks(tmp_path: Path) -> None
         require_documents(other, exam)
 
 
+def test_arms_over_passages_hold_them_in_their_prompts(tmp_path: Path) -> None:
+    exam = paper()
+    run = read_run(finished_run(tmp_path / "r", {"on_policy": cartridges()}))
+    entry = enter([run], exam, ["retrieved", "retrieved_cartridge"], tokenizer())
+    alone, beside = entry.arms
+    assert (alone.tokens, beside.tokens) == (16.0, 32.0)
+    assert alone.passages is not None
+    assert beside.passages is not None
+    talk = exam.about.conversation
+    for item in exam.items:
+        question = item.asked.messages[-1].content
+        ids, ref = alone.passages(item.about, item.prompt_ids, NO_PREFIX)
+        words, asked = talk.texts_of(ids)
+        assert ref == NO_PREFIX
+        assert asked == question
+        assert all(part in exam.about.texts[item.about] for part in words.split(BETWEEN))
+        assert len(ids) - len(item.prompt_ids) <= 16
+        over = PrefixRef("cartridge/patient_01", 7)
+        more, same = beside.passages(item.about, (*item.prompt_ids, 5, 6), over)
+        assert same == over
+        assert more[-2:] == (5, 6)  # the beginning of an answer stays at the end
+        assert talk.texts_of(more)[0].endswith(f"{BETWEEN}{question}")
+
+
+def test_too_short_cartridges_have_no_passages_beside_them(tmp_path: Path) -> None:
+    held = {name: kv[:, :, :, :4] for name, kv in cartridges().items()}
+    run = read_run(finished_run(tmp_path / "r", {"on_policy": held}, "cartridge.tokens=4"))
+    with pytest.raises(DataError, match="do not fit into 4 tokens"):
+        enter([run], paper(), ["retrieved"], tokenizer())
+    entry = enter([run], paper(), None, tokenizer())
+    assert not any("retrieved" in arm.kind for arm in entry.arms)
+    assert entry.notes == ("no passage fits into 4 tokens: the arms retrieved are left out",)
+
+
 def test_a_routed_arm_asks_each_question_over_the_routers_choice(tmp_path: Path) -> None:
     exam = paper(spec("data.name_document=always").learn)
     held = {name: kv_of(exam.heads[name][:16]) for name in exam.about.texts}
@@ -159,7 +195,8 @@ def test_a_warm_start_is_a_hybrid_and_budgets_have_their_own_baselines(tmp_path:
     require_comparable(runs)
     assert [arm.name for arm in enter(runs, paper(), KINDS, tokenizer()).arms] == [
         "none", "document", "truncated P=12", "truncated P=16", "untrained P=12", "untrained P=16",
-        "hybrid long", "on_policy short",
+        "retrieved P=12", "retrieved P=16", "hybrid long", "hybrid long, retrieved",
+        "on_policy short", "on_policy short, retrieved",
     ]  # fmt: skip
 
 
