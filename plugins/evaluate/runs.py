@@ -230,8 +230,8 @@ def enter(
     for budget in budgets if RETRIEVED in kinds else ():
         name = RETRIEVED if len(budgets) == 1 else f"{RETRIEVED} P={budget}"
         prefixes = dict.fromkeys(abouts, NO_PREFIX)
-        alone = places[budget].alone
-        found.append(EvalArm(name, RETRIEVED, prefixes, float(budget), budget, passages=alone))
+        retrieval = places[budget].as_document
+        found.append(EvalArm(name, RETRIEVED, prefixes, float(budget), budget, passages=retrieval))
     cartridges: dict[int, tuple[str, Tensor]] = {}
     routed = routed_questions(paper) if ROUTED in kinds else {}
     more = bool(routed) or RETRIEVED_CARTRIDGE in kinds
@@ -255,7 +255,7 @@ def enter(
             found.append(
                 replace(
                     arm, name=f"{name}, {RETRIEVED}", kind=RETRIEVED_CARTRIDGE,
-                    tokens=2.0 * budget, passages=places[budget].beside,
+                    tokens=2.0 * budget, passages=places[budget].before_question,
                 )
             )  # fmt: skip
     if not found:
@@ -265,26 +265,26 @@ def enter(
 
 @dataclass(frozen=True)
 class PassagePlaces:
-    """Put passages into the prompts of a suite: `alone` in place of the document, `beside` a
+    """Put passages into the prompts of a suite: `as_document` in its place, `before_question` over a
     cartridge before the words of the last turn. Both take what a prompt is about, its ids after a
     prefix, and that prefix, and return the ids with passages and what stands before them."""
 
     paper: EvalSuite
     prompts: PassagePrompts
 
-    def alone(
+    def as_document(
         self, about: str, ids: tuple[int, ...], prefix: PrefixRef
     ) -> tuple[tuple[int, ...], PrefixRef]:
-        cartridge, messages, rest = self._parts(about, ids)
-        prompt, ref = self.prompts.alone(cartridge, messages)
-        return (*prompt, *rest), ref
+        cartridge, messages, answer = self._parts(about, ids)
+        prompt, ref = self.prompts.as_document(cartridge, messages)
+        return (*prompt, *answer), ref
 
-    def beside(
+    def before_question(
         self, about: str, ids: tuple[int, ...], prefix: PrefixRef
     ) -> tuple[tuple[int, ...], PrefixRef]:
-        cartridge, messages, rest = self._parts(about, ids)
+        cartridge, messages, answer = self._parts(about, ids)
         context = about.split(SEPARATOR)[0]
-        return (*self.prompts.beside(cartridge, context, messages), *rest), prefix
+        return (*self.prompts.before_question(cartridge, context, messages), *answer), prefix
 
     def _parts(
         self, about: str, ids: tuple[int, ...]

@@ -209,8 +209,8 @@ class StudyExam:
         cartridge = self._layout.cartridge_of(self.document(about))
         titled = titled_messages(self._titles, context, messages)
         if arm == RETRIEVED:
-            return self._passages.alone(cartridge, titled)
+            return self._passages.as_document(cartridge, titled)
         ref = self._ref(about, messages, prefix, version, route)
         if arm == RETRIEVED_CARTRIDGE:
-            return self._passages.beside(cartridge, context, titled), ref
+            return self._passages.before_question(cartridge, context, titled), ref
         return self.prompt_ids(about, messages, bare=prefix == NO_DOCUMENT), ref

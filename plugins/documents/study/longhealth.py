@@ -398,9 +398,9 @@ class LongHealthPrompts:
             ids = exam.bare_ids if bare else exam.prompt_ids
             message = (AgentMessage("user", exam.text),)
             if arm == RETRIEVED:
-                ids, ref = self._passages.alone(cartridge, message)
+                ids, ref = self._passages.as_document(cartridge, message)
             elif arm == RETRIEVED_CARTRIDGE:
-                ids = self._passages.beside(cartridge, exam.contexts[0], message)
+                ids = self._passages.before_question(cartridge, exam.contexts[0], message)
             # The draw does not depend on the arm, so that arms differ by their prefix alone.
             draw = stream_seed(f"exam/{seed}/{exam.question.id}")
             requests.append(GenerateRequest(name, ids, ref, sampling, draw))

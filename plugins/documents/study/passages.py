@@ -112,7 +112,7 @@ class PassagePrompts:
             )
         return self._indices[cartridge]
 
-    def alone(
+    def as_document(
         self, cartridge: str, messages: Sequence[AgentMessage]
     ) -> tuple[tuple[int, ...], PrefixRef]:
         """Return a whole prompt with passages for its last turn where the document would stand, and
@@ -122,7 +122,7 @@ class PassagePrompts:
         conversation = self._conversation.over({RETRIEVED: words})
         return (*index.head(words), *conversation.opening(RETRIEVED, messages)), NO_PREFIX
 
-    def beside(
+    def before_question(
         self, cartridge: str, context: str, messages: Sequence[AgentMessage]
     ) -> tuple[int, ...]:
         """Return a prompt over a cartridge with passages before the words of its last turn."""

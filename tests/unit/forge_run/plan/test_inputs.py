@@ -177,3 +177,14 @@ def test_the_plan_s_keys_are_keys_of_the_mesh(learn: LearnSpec) -> None:
     assert spec.learn.train.warm_start.steps == 54  # as large a share as 140 of 160
     assert spec.learn.evaluate.arms == ("on_policy",)
     assert spec.mesh.roles["generator"].replicas == 1
+
+
+def test_questions_are_answered_by_what_else_as_many_tokens_could_hold(learn: LearnSpec) -> None:
+    """Five arms answer in 5 * 9.28 s, and two of them read 8 * 100 / 400 s of passages each."""
+    asking = learn.data.model_copy(update={"questions": "questions.json"})
+    plan = planned([1000], 100, 20, RATES, learn.model_copy(update={"data": asking}), SIZE)
+    assert plan.seconds == pytest.approx(25 + plan.steps * 18.6 + 46.4 + 4.0)
+    spec = load_spec("documents", sets=[*plan.sets, "data.questions=questions.json"]).spec
+    assert spec.learn.evaluate.arms == (
+        "none", "document", "retrieved", "on_policy", "retrieved_cartridge",
+    )  # fmt: skip

@@ -69,7 +69,7 @@ def test_without_a_common_word_the_text_begins(setup: Setup) -> None:
 
 def test_a_whole_prompt_reads_passages_as_its_document(setup: Setup) -> None:
     message = (AgentMessage("user", "what is the insulin?"),)
-    ids, ref = setup.prompts.alone("a", message)
+    ids, ref = setup.prompts.as_document("a", message)
     assert ref == NO_PREFIX
     texts = setup.conversation.texts_of(ids)
     assert "insulin 86 units" in texts[0]
@@ -79,7 +79,9 @@ def test_a_whole_prompt_reads_passages_as_its_document(setup: Setup) -> None:
 
 def test_passages_beside_a_cartridge_stand_before_the_question(setup: Setup) -> None:
     earlier = (AgentMessage("user", "statin?"), AgentMessage("assistant", "duratex"))
-    ids = setup.prompts.beside("a", "a", (*earlier, AgentMessage("user", "what is the insulin?")))
+    ids = setup.prompts.before_question(
+        "a", "a", (*earlier, AgentMessage("user", "what is the insulin?"))
+    )
     *before, last = setup.conversation.texts_of(ids)
     assert before == ["statin?", "duratex"]
     assert "insulin 86 units" in last
@@ -88,7 +90,9 @@ def test_passages_beside_a_cartridge_stand_before_the_question(setup: Setup) -> 
 
 def test_each_cartridge_has_passages_of_its_own_texts(setup: Setup) -> None:
     message = (AgentMessage("user", "what is the albumin?"),)
-    of_a, of_b = (setup.conversation.texts_of(setup.prompts.alone(c, message)[0]) for c in "ab")
+    of_a, of_b = (
+        setup.conversation.texts_of(setup.prompts.as_document(c, message)[0]) for c in "ab"
+    )
     assert "25 gram" in of_a[0]
     assert "31 gram" in of_b[0]
 
