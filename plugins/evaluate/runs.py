@@ -265,9 +265,9 @@ def enter(
 
 @dataclass(frozen=True)
 class PassagePlaces:
-    """Put passages into the prompts of a suite: `as_document` in its place, `before_question` over a
-    cartridge before the words of the last turn. Both take what a prompt is about, its ids after a
-    prefix, and that prefix, and return the ids with passages and what stands before them."""
+    """Put passages into the prompts of a suite: `as_document` in its place, `before_question` in
+    the last turn. Both take what a prompt is about, its ids after a prefix, and that prefix, and
+    return the ids with passages and what stands before them."""
 
     paper: EvalSuite
     prompts: PassagePrompts
