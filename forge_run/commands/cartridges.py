@@ -82,10 +82,10 @@ def _print_added(entries: Sequence[CartridgeVersion]) -> int:
 
 def list_versions(*, name: str | None, **where: Any) -> list[TableSection]:
     """Return a table of all versions, of one cartridge or of all."""
-    library, rows = _library(**where), []
-    for called in _names(library, name):
-        tags = library.tags(called)
-        for entry in library.entries(called):
+    library, rows, faults = _library(**where), [], []
+    for called in library.folders() if name is None else _names(library, name):
+        tags, (entries, damaged) = library.tags(called), library.sorted_out(called)
+        for entry in entries:
             file = entry.manifest
             words = [tag for tag, version in tags.items() if version == file.version]
             rows.append((
@@ -93,14 +93,13 @@ def list_versions(*, name: str | None, **where: Any) -> list[TableSection]:
                 f"{file.bytes:,}", "yes" if entry.terms.is_file() else "no", file.created,
                 _origin(entry),
             ))  # fmt: skip
-    faults = [
-        f"{called}@{version}: {fault}; forge cartridges drop {called}@{version} removes it"
-        for called in ([name] if name else library.every_name())
-        for version, fault in library.damaged(called).items()
-    ]
-    damaged = [lines("damaged, and not served", faults)] if faults else []
+        faults += [
+            f"{called}@{version}: {fault}; forge cartridges drop {called}@{version} removes it"
+            for version, fault in damaged.items()
+        ]
+    sections = [lines("damaged, and not served", faults)] if faults else []
     heads = ("version", "tags", "tokens", "frozen", "dtype", "bytes", "words", "created", "from")
-    return [TableSection(str(library.directory), heads, tuple(rows)), *damaged]
+    return [TableSection(str(library.directory), heads, tuple(rows)), *sections]
 
 
 def drop(*, cartridge: str, **where: Any) -> int:

@@ -143,7 +143,8 @@ def write_manifest(folder: Path, manifest: CartridgeManifest) -> None:
 def read_manifest(folder: Path) -> CartridgeManifest:
     """Read a directory's manifest. Raises DataError where it is missing or not as written."""
     try:
-        plain = json.loads((folder / MANIFEST).read_text())
+        with open(f"{folder}/{MANIFEST}", "rb") as file:
+            plain = json.loads(file.read())
         stated = plain.pop("manifest_sha256", None)
         if plain.get("schema") != SCHEMA:
             raise ValueError(f"schema {plain.get('schema')}, and this version reads {SCHEMA}")
