@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from cartridge_forge.plugins.library.changes import note_change
-from cartridge_forge.plugins.library.formats import forge, run_checkpoint
+from cartridge_forge.plugins.library.formats import forge
 from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo, made_for, require_fit
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
 from cartridge_forge.plugins.library.formats.forge import (
@@ -354,6 +354,8 @@ def add_from_run(
 
     Each gets the terms that the run has of it. Raises DataError or CheckpointError.
     """
+    from cartridge_forge.plugins.library.formats import run_checkpoint  # imports torch
+
     have = run_checkpoint.read_all(path, names or None)
     terms = read_terms(run_checkpoint.run_of(path) / TERMS)
     return [
@@ -404,6 +406,23 @@ def add_finished(library: CartridgeStore, root: Path) -> tuple[list[CartridgeVer
         with noted.open("a") as file:
             file.write(f"{run.name}\n")
     return added, passed
+
+
+ORIGIN = "from"  # in a cartridge's source: what it was read from
+
+
+def lineage(source: Mapping[str, Any]) -> list[str]:
+    """Return what a cartridge with this source came from, newest first: `run/checkpoint`, or the
+    path that it was read from."""
+    origins: list[str] = []
+    at: Mapping[str, Any] | None = source
+    while at:
+        run = "/".join(str(at[k]) for k in ("run", "checkpoint") if at.get(k))
+        if run or at.get(ORIGIN):
+            origins.append(run or str(at[ORIGIN]))
+        start = at.get("start") or {}
+        at = {**start.get("source", {}), ORIGIN: start.get(ORIGIN, "")} if start else None
+    return origins
 
 
 def _is_finished(run: Path) -> bool:
