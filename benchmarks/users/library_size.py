@@ -95,25 +95,25 @@ def command_seconds(*words: str) -> float:
     usages = [resource.getrusage(resource.RUSAGE_CHILDREN)]
     subprocess.run([sys.executable, "-c", CODE, *words], check=True, stdout=subprocess.DEVNULL)
     usages.append(resource.getrusage(resource.RUSAGE_CHILDREN))
-    before, after = (usage.ru_utime + usage.ru_stime for usage in usages)
-    return after - before
+    start, end = (usage.ru_utime + usage.ru_stime for usage in usages)
+    return end - start
 
 
 def of_library(library: CartridgeStore, cartridges: int, folder: Path) -> dict[str, Any]:
     """Return the figures of one library: seconds, or as they are named."""
     rng, router = random.Random(0), CartridgeRouter(library)
     first = seconds(lambda: router.choose(question(0)))
-    asked = [question(rng.randrange(cartridges)) for _ in range(CHOICES)]
+    questions = [question(rng.randrange(cartridges)) for _ in range(CHOICES)]
     bm25 = router.index.bm25
-    alone = statistics.median([seconds(lambda q=q: bm25.choose(q)) for q in asked])
-    whole = statistics.median([seconds(lambda q=q: router.choose(q)) for q in asked])
+    bm25_only = statistics.median([seconds(lambda q=q: bm25.choose(q)) for q in questions])
+    choice = statistics.median([seconds(lambda q=q: router.choose(q)) for q in questions])
     changes = []
     for number in range(CHANGES):
         name = library.folders()[number % cartridges]
         entry = library.newest(name)
         assert entry is not None
         library.describe(entry, [count_terms(f"{page(cartridges + number)} changed{number}")])
-        changes.append(seconds(lambda n=number: router.choose(f"changed{n}")) - whole)
+        changes.append(seconds(lambda n=number: router.choose(f"changed{n}")) - choice)
     few = set(library.folders()[:SHARE])
     sizes = [
         grown_mb(lambda p=permitted: CartridgeRouter(library, p).choose(question(0)))
@@ -130,9 +130,9 @@ def of_library(library: CartridgeStore, cartridges: int, folder: Path) -> dict[s
     return {
         "opened": round(seconds(lambda: CartridgeStore(folder, library.base)), 4),
         "first choice": round(first, 3),
-        "choice, ms": round(1e3 * whole, 3),
-        "BM25 itself, ms": round(1e3 * alone, 3),
-        "beyond BM25, ms": round(1e3 * (whole - alone), 3),
+        "choice, ms": round(1e3 * choice, 3),
+        "BM25 itself, ms": round(1e3 * bm25_only, 3),
+        "beyond BM25, ms": round(1e3 * (choice - bm25_only), 3),
         "after one change": round(statistics.median(changes), 4),
         f"index of {SHARE} permitted, MB": round(sizes[0], 1),
         "index, MB": round(sizes[1], 1),
@@ -143,17 +143,17 @@ def of_library(library: CartridgeStore, cartridges: int, folder: Path) -> dict[s
 
 async def latencies(asking: AsyncOpenAI, count: int) -> list[float]:
     """Return the seconds of plain requests, one after the other."""
-    found = []
+    values = []
     for number in range(count):
         start = time.perf_counter()
         await asking.chat.completions.create(
             model="clinic-reader", messages=MESSAGES, max_tokens=16, temperature=0, seed=number
         )
-        found.append(time.perf_counter() - start)
-    return found
+        values.append(time.perf_counter() - start)
+    return values
 
 
-async def beside(at: str, cartridges: int) -> dict[str, Any]:
+async def request_ratios(at: str, cartridges: int) -> dict[str, Any]:
     """Return the median of plain requests' seconds, calm, and the ratios to it beside two clients
     that name their cartridge, that ask `auto` while the index is first read, and afterwards."""
     async with client(at) as asking:
@@ -169,10 +169,10 @@ async def beside(at: str, cartridges: int) -> dict[str, Any]:
         async def measured(model: str) -> float:
             ended = asyncio.Event()
             clients = [asyncio.create_task(ask(model, n, ended)) for n in range(CLIENTS)]
-            found = statistics.median(await latencies(asking, PLAIN))
+            median = statistics.median(await latencies(asking, PLAIN))
             ended.set()
             await asyncio.gather(*clients)
-            return found
+            return median
 
         await latencies(asking, 4)
         calm = statistics.median(await latencies(asking, PLAIN))
@@ -196,7 +196,7 @@ def of_server(folder: Path, cartridges: int) -> dict[str, Any]:
         cpu = cpu_seconds(process.pid)
         return {
             "until ready": round(ready, 2), "until ready, of the cores": round(cpu, 2),
-            **asyncio.run(beside(at, cartridges)),
+            **asyncio.run(request_ratios(at, cartridges)),
         }  # fmt: skip
 
 
@@ -205,12 +205,12 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, An
     for cartridges in options.cartridges:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             library = make_library(Path(folder), cartridges, base)
-            found = of_library(library, cartridges, Path(folder))
+            figures = of_library(library, cartridges, Path(folder))
             if options.served:
-                found |= of_server(Path(folder), cartridges)
-        for name, figure in found.items():
+                figures |= of_server(Path(folder), cartridges)
+        for name, figure in figures.items():
             print(f"{cartridges:>6}  {name:<36} {figure}", flush=True)
-        results[str(cartridges)] = found
+        results[str(cartridges)] = figures
     return {}, results
 
 

@@ -97,16 +97,16 @@ class Bm25Router:
     def update(self, passages: Mapping[str, Passages | None]) -> int:
         """Replace the passages of these names, or remove a name that has None. Returns how many
         postings were written; those of other names are kept."""
-        written = 0
+        writes = 0
         for name, texts in passages.items():
             if name in self._slots:
-                written += self._clear(name)
+                writes += self._clear(name)
             if texts is not None:
-                written += self._add(name, texts)
+                writes += self._add(name, texts)
             elif name in self._slots:
                 self._free_slots.append(self._slots.pop(name))
                 self._changed_names()
-        return written
+        return writes
 
     def _changed_names(self) -> None:
         self.generation += 1
@@ -121,8 +121,8 @@ class Bm25Router:
                 self._slots[name] = len(self._called)
                 self._called.append(name)
             self._changed_names()
-        slot, rows, terms, written = self._slots[name], array("i"), set[str](), 0
-        known = self._postings
+        slot, rows, terms, writes = self._slots[name], array("i"), set[str](), 0
+        by_term = self._postings
         for counts in filter(None, passages):
             if self._free_rows:
                 row = self._free_rows.pop()
@@ -134,32 +134,32 @@ class Bm25Router:
             rows.append(row)
             high = row << 32
             for term, count in counts.items():
-                postings = known.get(term)
+                postings = by_term.get(term)
                 if postings is None:
-                    postings = known[term] = array("q")
+                    postings = by_term[term] = array("q")
                 postings.append(high | count)
             terms.update(counts)
-            written += len(counts)
+            writes += len(counts)
         self._rows[name], self._terms[name] = rows, tuple(terms)
-        return written
+        return writes
 
     def _clear(self, name: str) -> int:
         """Remove the postings of a name's passages; returns how many they were."""
-        rows, written = self._rows.pop(name), 0
+        rows, writes = self._rows.pop(name), 0
         removed = np.zeros(len(self._owners), dtype=bool)  # [rows]
         removed[rows] = True
         for term in self._terms.pop(name):
             postings = np.frombuffer(self._postings[term], np.int64)
-            kept = postings[~removed[postings >> 32]]
-            written += len(postings) - len(kept)
-            if len(kept):
-                self._postings[term] = array("q", kept.tobytes())
+            remaining = postings[~removed[postings >> 32]]
+            writes += len(postings) - len(remaining)
+            if len(remaining):
+                self._postings[term] = array("q", remaining.tobytes())
             else:
                 del self._postings[term]
         for row in rows:
             self._owners[row], self._lengths[row] = -1, 0.0
         self._free_rows.extend(rows)
-        return written
+        return writes
 
     def mask(self, names: Mapping[str, object] | set[str]) -> NDArray[np.bool_]:
         """Return [slots] which slots are of these names, for `top` until `generation` changes."""
@@ -187,8 +187,8 @@ class Bm25Router:
             postings = np.frombuffer(self._postings[term], np.int64)
             rows, counts = postings >> 32, postings & MASK  # [passages that have it]
             if present is not None:
-                kept = present[rows]
-                rows, counts = rows[kept], counts[kept]
+                permitted = present[rows]
+                rows, counts = rows[permitted], counts[permitted]
             rarity = math.log(1 + (total - len(rows) + 0.5) / (len(rows) + 0.5))
             norm = K1 * (1 - B + B * lengths[rows] / mean)
             scores[rows] += times * rarity * counts / (counts + norm)

@@ -65,9 +65,9 @@ class ChangeReader:
         with self._path.open("rb") as opened:
             opened.seek(self._size)
             lines = opened.read()
-        whole = lines[: lines.rfind(b"\n") + 1]
-        self._head, self._size = head, self._size + len(whole)
-        return set(filter(is_name, whole.decode("ascii", "replace").splitlines()))
+        complete = lines[: lines.rfind(b"\n") + 1]
+        self._head, self._size = head, self._size + len(complete)
+        return set(filter(is_name, complete.decode("ascii", "replace").splitlines()))
 
     def _state(self) -> tuple[bytes, int]:
         """Return the first line of the file and its size, nothing where there is none."""

@@ -100,9 +100,9 @@ class CartridgeStore:
         with os.scandir(self.directory) as entries:
             return sorted(e.name for e in entries if is_name(e.name) and e.is_dir())
 
-    def existing(self, after: str = "") -> Iterator[str]:
-        """Yield the names that have a version, sorted, from the first one after `after` on."""
-        return (name for name in self.folders() if name > after and self.versions(name))
+    def existing(self) -> Iterator[str]:
+        """Yield the names that have a version, sorted."""
+        return (name for name in self.folders() if self.versions(name))
 
     def names(self) -> list[str]:
         return list(self.existing())

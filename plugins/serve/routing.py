@@ -91,13 +91,13 @@ class WordIndex:
         """Return those names that have a version, and no words."""
         return [
             name for name in names
-            if name not in self.bm25 and (seen := self._seen.get(name)) and seen.version is not None
+            if name not in self.bm25 and (indexed := self._seen.get(name)) and indexed.version is not None
         ]  # fmt: skip
 
     def is_current(self, entry: CartridgeVersion) -> bool:
         """Return whether the words of a version are those of the index."""
-        seen = self._seen[entry.manifest.name]
-        return (seen.version, seen.words) == (entry.manifest.version, _changed(entry.terms))
+        indexed = self._seen[entry.manifest.name]
+        return (indexed.version, indexed.words) == (entry.manifest.version, _changed(entry.terms))
 
     def look(self, name: str, again: bool = False) -> None:
         """Look at the times of a cartridge's directory and words. Read its manifest where the first
@@ -188,11 +188,11 @@ class CartridgeRouter:
                 index.look(name)
             return [name for name in names if name in index.bm25]
 
-    def page(self, after: str, limit: int) -> tuple[list[str], bool]:
-        """Return the next permitted names of the store after `after`, with and without words, at
+    def page(self, last: str, limit: int) -> tuple[list[str], bool]:
+        """Return the next permitted names of the store after `last`, with and without words, at
         most `limit`, and whether more follow."""
         names = self._names_now()
-        following = (n for n in names[bisect_right(names, after) :] if self._library.versions(n))
+        following = (n for n in names[bisect_right(names, last) :] if self._library.versions(n))
         page = list(islice(following, limit + 1))
         return page[:limit], len(page) > limit
 
