@@ -89,10 +89,10 @@ class WordIndex:
 
     def without_words(self, names: Iterable[str]) -> list[str]:
         """Return those names that have a version, and no words."""
-        return [
-            name for name in names
-            if name not in self.bm25 and (indexed := self._seen.get(name)) and indexed.version is not None
-        ]  # fmt: skip
+        return [name for name in names if name not in self.bm25 and self._has_version(name)]
+
+    def _has_version(self, name: str) -> bool:
+        return name in self._seen and self._seen[name].version is not None
 
     def is_current(self, entry: CartridgeVersion) -> bool:
         """Return whether the words of a version are those of the index."""
