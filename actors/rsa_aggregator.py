@@ -12,7 +12,7 @@ from monarch.actor import Actor, concurrent_endpoint
 from cartridge_forge.plugins.episodes.environments.problems import open_problems
 from cartridge_forge.plugins.rsa.spec import RsaSpec
 from cartridge_forge.plugins.strategies.answers.equivalence import end_judge
-from cartridge_forge.plugins.strategies.answers.extract import extract
+from cartridge_forge.plugins.strategies.answers.extract import extract, plain_answer
 from cartridge_forge.plugins.strategies.rsa.islands import RSAShape
 from cartridge_forge.plugins.strategies.rsa.populations import (
     AggregationInput,
@@ -33,7 +33,9 @@ class RSAAggregatorActor(Actor):
 
     def __init__(self, spec: RsaSpec) -> None:
         self._shape, self._task = RSAShape(spec.M, spec.N, spec.K, spec.T), as_task(spec.task)
-        self._problems = open_problems(spec.problems, partial(extract, form=self._task))
+        self._problems = open_problems(
+            spec.problems, partial(extract, form=self._task), partial(plain_answer, form=self._task)
+        )
 
     @concurrent_endpoint
     async def ready(self) -> int:

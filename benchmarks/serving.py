@@ -66,9 +66,11 @@ ALONE = {
 def server(generators: int, *more: str) -> Iterator[subprocess.Popen[str]]:
     """Yield a server process just started, with `generators` generators and `more` settings."""
     with tempfile.TemporaryDirectory() as directory:
-        sets = [f"roles.generator.replicas={generators}", "http.listen=127.0.0.1:0", "spares=0"]
-        sets += more
-        words = [w for s in [*sets, f"library={directory}/library"] for w in ("--set", s)]
+        sets = [
+            f"roles.generator.replicas={generators}", "http.listen=127.0.0.1:0", "spares=0",
+            f"library={directory}/library", *more,
+        ]  # fmt: skip
+        words = [word for one in sets for word in ("--set", one)]
         process = subprocess.Popen(
             [sys.executable, "-c", CODE, "serve", "meshes/serve.yaml", *words],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,

@@ -224,9 +224,9 @@ def _of_library(
     spec = load_serve(mesh, sets=sets).spec
     library = CartridgeStore(Path(spec.library), read_base(Path(spec.model.path)))
     why = None
-    several = [name for name in library.names() if name.startswith(f"{cartridge}.")]
-    if cartridge == AUTO or (several and cartridge not in library.names()):
-        router = CartridgeRouter(library, lambda name: cartridge == AUTO or name in several)
+    several = {name for name in library.folders() if name.startswith(f"{cartridge}.")}
+    if cartridge == AUTO or (several and not library.versions(cartridge)):
+        router = CartridgeRouter(library, None if cartridge == AUTO else several.__contains__)
         router.require()
         chosen = router.choose(question)
         entry, why = chosen.entry, chosen.why

@@ -1,4 +1,7 @@
-"""Manage the cartridge store of `forge serve`: `forge cartridges VERB`."""
+"""Manage the cartridge store of `forge serve`: `forge cartridges VERB`.
+
+What reads cartridges themselves is imported where it is used: torch takes longer than most verbs.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,16 @@ from typing import Any
 
 from cartridge_forge.plugins.documents.reading import read_documents
 from cartridge_forge.plugins.documents.retrieval import count_terms
-from cartridge_forge.plugins.library.formats import convert, forge, run_checkpoint
 from cartridge_forge.plugins.library.formats.base_model import read_base
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
-from cartridge_forge.plugins.library.formats.convert import changes, differences
 from cartridge_forge.plugins.library.names import CartridgeName, parse_cartridge
-from cartridge_forge.plugins.library.starting import lineage
 from cartridge_forge.plugins.library.store import (
     CartridgeStore,
     CartridgeVersion,
     add_cartridge,
     add_finished,
     add_from_run,
+    lineage,
 )
 from cartridge_forge.plugins.serve.spec import load_serve
 from cartridge_forge.plugins.statistics.formatting import TableSection, lines
@@ -30,6 +31,8 @@ from cartridge_forge.protocols.errors import DataError
 def add(*, path: Path, names: Sequence[str], **where: Any) -> int:
     """Add the cartridges of a run, or the one in a file. Raises DataError for a file without a
     name."""
+    from cartridge_forge.plugins.library.formats import convert, run_checkpoint
+
     library = _library(**where)
     if run_checkpoint.is_run(path):
         renamed = {name: new or name for name, _, new in (n.partition("=") for n in names)}
@@ -82,10 +85,10 @@ def _print_added(entries: Sequence[CartridgeVersion]) -> int:
 
 def list_versions(*, name: str | None, **where: Any) -> list[TableSection]:
     """Return a table of all versions, of one cartridge or of all."""
-    library, rows = _library(**where), []
-    for called in _names(library, name):
-        tags = library.tags(called)
-        for entry in library.entries(called):
+    library, rows, faults = _library(**where), [], []
+    for called in library.folders() if name is None else _names(library, name):
+        tags, (entries, damaged) = library.tags(called), library.sorted_out(called)
+        for entry in entries:
             file = entry.manifest
             words = [tag for tag, version in tags.items() if version == file.version]
             rows.append((
@@ -93,14 +96,13 @@ def list_versions(*, name: str | None, **where: Any) -> list[TableSection]:
                 f"{file.bytes:,}", "yes" if entry.terms.is_file() else "no", file.created,
                 _origin(entry),
             ))  # fmt: skip
-    faults = [
-        f"{called}@{version}: {fault}; forge cartridges drop {called}@{version} removes it"
-        for called in ([name] if name else library.every_name())
-        for version, fault in library.damaged(called).items()
-    ]
-    damaged = [lines("damaged, and not served", faults)] if faults else []
+        faults += [
+            f"{called}@{version}: {fault}; forge cartridges drop {called}@{version} removes it"
+            for version, fault in damaged.items()
+        ]
+    sections = [lines("damaged, and not served", faults)] if faults else []
     heads = ("version", "tags", "tokens", "frozen", "dtype", "bytes", "words", "created", "from")
-    return [TableSection(str(library.directory), heads, tuple(rows)), *damaged]
+    return [TableSection(str(library.directory), heads, tuple(rows)), *sections]
 
 
 def drop(*, cartridge: str, **where: Any) -> int:
@@ -127,6 +129,8 @@ def tag(*, cartridge: str, tag: str, remove: bool, **where: Any) -> int:
 
 def diff(*, a: str, b: str, **where: Any) -> list[TableSection]:
     """Return tables of the differences between two cartridges, layer by layer."""
+    from cartridge_forge.plugins.library.formats.convert import changes, differences
+
     library = _library(**where)
     first, second = _either(library, a), _either(library, b)
     apart = tuple(differences(first, second)) or (("none", "", ""),)
@@ -194,6 +198,8 @@ def _names(library: CartridgeStore, name: str | None) -> list[str]:
 
 def _either(library: CartridgeStore, text: str) -> CartridgeFile:
     """Return a cartridge by its path, or else by its name in the cartridge store."""
+    from cartridge_forge.plugins.library.formats import convert, forge
+
     if Path(text).exists():
         return convert.read(Path(text))
     return forge.read(library.get(parse_cartridge(text)).path.parent)

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from anyascii import anyascii
 
@@ -31,6 +33,7 @@ VERSION = r"[1-9][0-9]{0,8}"
 TAG = r"[A-Za-z][A-Za-z0-9_.-]{0,31}"
 LATEST = "latest"  # the tag that every cartridge has
 AUTO = "auto"  # the name of no cartridge: it stands for the one that the router chooses
+MOST_LISTED = 20
 _CARTRIDGE = re.compile(rf"({NAME})(?:@({TAG}|{VERSION}))?")
 _MODEL = re.compile(rf"({BASE})(?:\+({NAME}(?:@(?:{TAG}|{VERSION}))?))?(?::({STRATEGY}))?")
 
@@ -91,6 +94,14 @@ def parse_cartridge(text: str) -> CartridgeName:
 def romanised(text: str) -> str:
     """Return a text of any script in ASCII, by its sound: `日本` is `RiBen`."""
     return text if text.isascii() else anyascii(unicodedata.normalize("NFC", text))
+
+
+def listing(names: Iterable[str]) -> str:
+    """Return names in one line for a message, "" for none; of very many the first ones."""
+    first = list(islice(names, MOST_LISTED + 1))
+    if len(first) <= MOST_LISTED:
+        return ", ".join(first)
+    return f"{', '.join(first[:MOST_LISTED])} and more"
 
 
 def is_name(text: str) -> bool:

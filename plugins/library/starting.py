@@ -31,14 +31,14 @@ from cartridge_forge.plugins.library.formats.base_model import (
 )
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
 from cartridge_forge.plugins.library.names import parse_cartridge
-from cartridge_forge.plugins.library.store import CartridgeStore
+from cartridge_forge.plugins.library.store import ORIGIN, CartridgeStore
+from cartridge_forge.plugins.library.store import lineage as lineage
 from cartridge_forge.protocols.errors import CheckpointError, DataError
 from cartridge_forge.protocols.files import write_atomically
 from cartridge_forge.protocols.spec.cartridge import RUN_PREFIX, CartridgeSpec, StartSpec
 from cartridge_forge.protocols.spec.learn import LearnSpec
 
 EVERY = "*"  # in place of a cartridge's name: a file that all of them start from
-ORIGIN = "from"  # in a cartridge's source: what it was read from
 
 
 @dataclass(frozen=True)
@@ -269,20 +269,6 @@ def keep_record(path: Path, record: Mapping[str, Any]) -> None:
 
 def _number_of(record: Mapping[str, Any], name: str) -> Any:
     return record.get(name, {}).get("sha256")
-
-
-def lineage(source: Mapping[str, Any]) -> list[str]:
-    """Return what a cartridge with this source came from, newest first: `run/checkpoint`, or the
-    path that it was read from."""
-    origins: list[str] = []
-    at: Mapping[str, Any] | None = source
-    while at:
-        run = "/".join(str(at[k]) for k in ("run", "checkpoint") if at.get(k))
-        if run or at.get(ORIGIN):
-            origins.append(run or str(at[ORIGIN]))
-        start = at.get("start") or {}
-        at = {**start.get("source", {}), ORIGIN: start.get(ORIGIN, "")} if start else None
-    return origins
 
 
 def start_lines(record: Mapping[str, Any]) -> Iterator[str]:

@@ -6,6 +6,7 @@
     library/patient_01/3/document.txt             its text, if it was given
     library/patient_01/last                       the newest version that ever existed
     library/patient_01/tags/best                  the version with the tag `best`
+    library/.changes                              the names of what changed (library.changes)
 
 A version is written under a temporary name and renamed, so it is whole or absent. Its number is
 never used again, not even after it was dropped, so NAME@VERSION never changes its meaning. Only
@@ -27,7 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cartridge_forge.plugins.library.formats import forge, run_checkpoint
+from cartridge_forge.plugins.library.changes import note_change
+from cartridge_forge.plugins.library.formats import forge
 from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo, made_for, require_fit
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
 from cartridge_forge.plugins.library.formats.forge import (
@@ -46,6 +48,7 @@ from cartridge_forge.plugins.library.names import (
     VERSION,
     CartridgeName,
     is_name,
+    listing,
     parse_cartridge,
 )
 from cartridge_forge.plugins.library.terms import Passages, read_terms, write_terms
@@ -92,26 +95,36 @@ class CartridgeStore:
             if old and not _is_in_use(folder):  # the clock may have been set forward
                 shutil.rmtree(folder, ignore_errors=True)
 
+    def folders(self) -> list[str]:
+        """Return the names that have a directory, sorted; all versions of one may be dropped."""
+        with os.scandir(self.directory) as entries:
+            return sorted(e.name for e in entries if is_name(e.name) and e.is_dir())
+
+    def existing(self) -> Iterator[str]:
+        """Yield the names that have a version, sorted."""
+        return (name for name in self.folders() if self.versions(name))
+
     def names(self) -> list[str]:
-        folders = (p for p in self.directory.iterdir() if p.is_dir() and is_name(p.name))
-        return sorted(p.name for p in folders if self.versions(p.name))
+        return list(self.existing())
 
     def versions(self, name: str) -> list[int]:
         """Return the versions that exist, oldest first; none for an unknown name."""
-        if not is_name(name):
-            return []
-        folders = (p for p in (self.directory / name).glob("*") if (p / MANIFEST).is_file())
-        return sorted(int(p.name) for p in folders if p.name.isdecimal())
+        directory = f"{self.directory}/{name}"
+        return [v for v in self.numbers(name) if os.path.isfile(f"{directory}/{v}/{MANIFEST}")]
 
     def numbers(self, name: str) -> list[int]:
         """Return the versions that have a directory, damaged ones too, oldest first."""
-        folders = (self.directory / name).glob("*") if is_name(name) else ()
-        return sorted(int(p.name) for p in folders if p.name.isdecimal() and p.is_dir())
+        if not is_name(name):
+            return []
+        try:
+            with os.scandir(f"{self.directory}/{name}") as entries:
+                return sorted(int(e.name) for e in entries if e.name.isdecimal() and e.is_dir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
     def every_name(self) -> list[str]:
         """Return the names of all cartridges, also of those whose every version is damaged."""
-        folders = (p for p in self.directory.iterdir() if p.is_dir() and is_name(p.name))
-        return sorted(p.name for p in folders if self.numbers(p.name))
+        return [name for name in self.folders() if self.numbers(name)]
 
     def is_readable(self) -> bool:
         """Return whether the directory is there and can be listed."""
@@ -121,7 +134,7 @@ class CartridgeStore:
         """Return the version or tag that `wanted` names, or the newest. Raises DataError."""
         versions = self.versions(wanted.name)
         if not versions:
-            have = ", ".join(self.names()) or "none"
+            have = listing(self.existing()) or "none"
             raise DataError(f"there is no cartridge {wanted.name}; the library has {have}")
         version = versions[-1] if wanted.version is None else wanted.version
         if wanted.tag is not None:
@@ -135,14 +148,25 @@ class CartridgeStore:
             raise DataError(f"cartridge {wanted.name} has no version {version}; it has {have}")
         return self._entry(wanted.name, version)
 
+    def newest(self, name: str) -> CartridgeVersion | None:
+        """Return the newest version, None where there is none. Raises DataError for a damaged
+        one."""
+        versions = self.versions(name)
+        return self._entry(name, versions[-1]) if versions else None
+
     def tags(self, name: str) -> dict[str, int]:
         """Return versions by tag; a dropped version takes its tags with it."""
         if not is_name(name):
             return {}
-        versions, tags = self.versions(name), {}
-        for path in sorted((self.directory / name / TAGS).glob("[!.]*")):
+        folder, tags = f"{self.directory}/{name}/{TAGS}", dict[str, int]()
+        try:
+            names = sorted(n for n in os.listdir(folder) if not n.startswith("."))
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        for tag in names:
             with suppress(OSError, ValueError):  # removed meanwhile, or what no version is
-                tags[path.name] = int(path.read_text())
+                tags[tag] = int(Path(folder, tag).read_text())
+        versions = self.versions(name) if tags else []
         return {tag: version for tag, version in tags.items() if version in versions}
 
     def tag(self, wanted: CartridgeName, tag: str) -> CartridgeVersion:
@@ -173,13 +197,14 @@ class CartridgeStore:
 
     def entries(self, name: str) -> list[CartridgeVersion]:
         """Return the versions that are whole, oldest first."""
-        return self._sorted_out(name)[0]
+        return self.sorted_out(name)[0]
 
     def damaged(self, name: str) -> dict[int, str]:
         """Return what is wrong with each version that is not whole."""
-        return self._sorted_out(name)[1]
+        return self.sorted_out(name)[1]
 
-    def _sorted_out(self, name: str) -> tuple[list[CartridgeVersion], dict[int, str]]:
+    def sorted_out(self, name: str) -> tuple[list[CartridgeVersion], dict[int, str]]:
+        """Return the versions that are whole, oldest first, and what is wrong with each other."""
         entries, faults = [], {}
         for version in self.numbers(name):
             try:
@@ -249,11 +274,13 @@ class CartridgeStore:
                 continue  # another process took the number: try the next
             self._note_last(name, version)
             flush(self.directory / name)
+            note_change(self.directory, name)
             return self._entry(name, version)
 
     def describe(self, entry: CartridgeVersion, passages: Passages) -> None:
         """Set the terms of a version's passages, for the router."""
         write_terms(entry.terms, {entry.manifest.name: passages})
+        note_change(self.directory, entry.manifest.name)
 
     def keep_document(self, entry: CartridgeVersion, text: str) -> None:
         """Set the text that a version replaces, for the verification of its answers."""
@@ -276,13 +303,14 @@ class CartridgeStore:
             discarded.parent.mkdir(exist_ok=True)
             (self.directory / name / str(number)).rename(discarded)
             shutil.rmtree(discarded)
+        note_change(self.directory, name)
         return dropped
 
     def _entry(self, name: str, version: int) -> CartridgeVersion:
-        folder = self.directory / name / str(version)
+        folder = self.directory / f"{name}/{version}"
         try:
             manifest = read_manifest(folder)
-            size = (folder / FILE).stat().st_size
+            size = os.stat(f"{folder}/{FILE}").st_size
             if size != manifest.bytes:
                 raise DataError(
                     f"{FILE} has {size} bytes, and its manifest says {manifest.bytes}; drop it and "
@@ -326,6 +354,8 @@ def add_from_run(
 
     Each gets the terms that the run has of it. Raises DataError or CheckpointError.
     """
+    from cartridge_forge.plugins.library.formats import run_checkpoint  # imports torch
+
     have = run_checkpoint.read_all(path, names or None)
     terms = read_terms(run_checkpoint.run_of(path) / TERMS)
     return [
@@ -376,6 +406,23 @@ def add_finished(library: CartridgeStore, root: Path) -> tuple[list[CartridgeVer
         with noted.open("a") as file:
             file.write(f"{run.name}\n")
     return added, passed
+
+
+ORIGIN = "from"  # in a cartridge's source: what it was read from
+
+
+def lineage(source: Mapping[str, Any]) -> list[str]:
+    """Return what a cartridge with this source came from, newest first: `run/checkpoint`, or the
+    path that it was read from."""
+    origins: list[str] = []
+    at: Mapping[str, Any] | None = source
+    while at:
+        run = "/".join(str(at[k]) for k in ("run", "checkpoint") if at.get(k))
+        if run or at.get(ORIGIN):
+            origins.append(run or str(at[ORIGIN]))
+        start = at.get("start") or {}
+        at = {**start.get("source", {}), ORIGIN: start.get(ORIGIN, "")} if start else None
+    return origins
 
 
 def _is_finished(run: Path) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import write_atomically
 
 SCHEMA = 1
+MOST = 2**31  # of one term in a passage
 
 TermCounts = Mapping[str, int]  # of a passage: how often it has each term
 Passages = Sequence[TermCounts]
@@ -43,7 +45,10 @@ def read_terms(file: Path) -> dict[str, Passages]:
         terms: dict[str, Passages] = content["terms"]
         if content["sha256"] != _sha256(terms):
             raise ValueError("it does not match its own checksum")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        for counts in chain.from_iterable(terms.values()):
+            if not all(type(n) is int and 0 < n < MOST for n in counts.values()):
+                raise ValueError("a count is no number from 1")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             f"{file} has no readable words ({error}); write them anew: forge cartridges words"
         ) from error

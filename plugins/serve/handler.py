@@ -1,6 +1,6 @@
 """Answer one request: admit it, hold its cartridges, and yield its responses piece by piece.
 
-    begin   key's requests -> parsing -> admission by cost -> key's tokens -> audit log
+    begin   key's requests -> parsing, routing -> admission by cost -> key's tokens -> audit log
             -> cartridges loaded in the generators -> AnswerContext
     pieces  (choice, piece), ... as tokens are sampled; then `usage`, `forge`, `completions` are set
     close   cancel what still decodes, then release the cartridges and the admission
@@ -45,8 +45,9 @@ from cartridge_forge.plugins.serve.errors import ApiError, refusing
 from cartridge_forge.plugins.serve.metrics import ServingMetrics
 from cartridge_forge.plugins.serve.middleware import end
 from cartridge_forge.plugins.serve.request import ServingRequest, StrategyRequest, requests_of
-from cartridge_forge.plugins.serve.request_parsing import RequestParser
+from cartridge_forge.plugins.serve.request_parsing import RequestParser, RouteNeeded
 from cartridge_forge.plugins.serve.responses import unsaid
+from cartridge_forge.plugins.serve.routing import WordIndex
 from cartridge_forge.plugins.serve.structured.call_reading import (
     CalledTools,
     CallReader,
@@ -97,18 +98,39 @@ class RequestHandler:
         self.verifier = AnswerVerifier(config)
         # One thread: a tokenizer is not thread-safe, and its work must not hold the event loop up.
         self.parsing = ThreadPoolExecutor(1, "parsing")
+        # The index of words is read here, so that requests for no router do not wait for it.
+        self.index = WordIndex(config.library)
+        self.routing, self.scanning = (
+            ThreadPoolExecutor(1, "routing"),
+            ThreadPoolExecutor(1, "scan"),
+        )
 
     async def close(self) -> None:
         await self.cartridges.close()
-        self.parsing.shutdown(wait=False, cancel_futures=True)
+        for executor in (self.parsing, self.routing, self.scanning):
+            executor.shutdown(wait=False, cancel_futures=True)
         self.hub.close()
         self.audit.close()
 
     def parser(self, caller: Caller) -> RequestParser:
         """Return the parser for the cartridges that the caller may use."""
         if caller.name not in self._parsers:
-            self._parsers[caller.name] = RequestParser(self.config, caller, self._grammars)
+            self._parsers[caller.name] = RequestParser(
+                self.config, caller, self._grammars, self.index
+            )
         return self._parsers[caller.name]
+
+    async def parse(self, caller: Caller, body: Body, parse: Parse[Body]) -> ServingRequest:
+        """Return the caller's parsed request. A model that the router chooses is chosen on a thread
+        of its own, between a parse that ends there and another. Raises ApiError."""
+        loop, parser = asyncio.get_running_loop(), self.parser(caller)
+        try:
+            return await loop.run_in_executor(self.parsing, parse, parser, body)
+        except RouteNeeded as needed:
+            route = await loop.run_in_executor(self.routing, parser.route, needed.question)
+        if self.index.is_due:
+            self.scanning.submit(self.index.rescan)
+        return await loop.run_in_executor(self.parsing, parse, parser.routed_to(route), body)
 
     async def begin(self, scope: Scope, body: Body, parse: Parse[Body]) -> AnswerContext:
         """Return the context of an admitted request, with its cartridges loaded. Raises ApiError
@@ -120,8 +142,7 @@ class RequestHandler:
             if isinstance(body, CartridgeFields):
                 noted = partial(self._note_pull, caller, scope)
                 await self.hub.fetch(body.cartridges or (), caller, noted)
-            parsing = partial(parse, self.parser(caller), body)
-            request = await loop.run_in_executor(self.parsing, parsing)
+            request = await self.parse(caller, body, parse)
             deadline = loop.time() + self.config.http.deadline_s
             cost = self._cost(request)
             stack.enter_context(self.admission.let_in(cost, caller.name))

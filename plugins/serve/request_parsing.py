@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import cast
 
@@ -36,7 +37,7 @@ from cartridge_forge.plugins.serve.request import (
     chat_date,
     drawn_seed,
 )
-from cartridge_forge.plugins.serve.routing import CartridgeRouter, RoutedChoice
+from cartridge_forge.plugins.serve.routing import CartridgeRouter, RoutedChoice, WordIndex
 from cartridge_forge.plugins.serve.structured.grammars import grammar_of
 from cartridge_forge.plugins.serve.structured.tools import ToolOffer, messages_of, offer_of
 from cartridge_forge.plugins.serve.tokenization import TokenizedPrompt
@@ -62,17 +63,53 @@ _MODES: Mapping[bool | str, VerifyMode | None] = {
 }  # fmt: skip
 
 
-class RequestParser:
-    """Parse one caller's requests for one model. Every method raises ApiError. The time of a method
-    grows with the length of the text; any thread may call it."""
+class RouteNeeded(Exception):
+    """Say that the router's choice for `question` is needed; None where the request has none."""
 
-    def __init__(self, config: ServerConfig, caller: Caller, grammars: Grammars) -> None:
+    def __init__(self, question: str | None) -> None:
+        super().__init__()
+        self.question = question
+
+
+class RequestParser:
+    """Parse one caller's requests for one model. Every method raises ApiError, and one that parses
+    a request for `auto` RouteNeeded. The time of a method grows with the length of the text; any
+    thread may call it."""
+
+    def __init__(
+        self, config: ServerConfig, caller: Caller, grammars: Grammars, index: WordIndex
+    ) -> None:
         self._grammars = grammars
         self.model, self._limits = config.model, config.limits
         self._texts, self._library = config.texts, config.library
         self._strategies, self._caller, self._hub = config.strategies, caller, config.hub
         self._verify, self._drafts = config.verify, config.drafts
-        self.router = CartridgeRouter(config.library, caller.may_use)
+        permitted = None if caller.cartridges is None else caller.may_use
+        self.router = CartridgeRouter(config.library, permitted, index)
+        self._route: RoutedChoice | ApiError | None = None
+
+    def route(self, question: str | None) -> RoutedChoice | ApiError:
+        """Return the router's choice for a question, or why there is none. Reads the library."""
+        try:
+            with refusing(404, "model", "not_routed"):
+                self.router.require()
+            if question is None:
+                raise bad_request(
+                    f"{AUTO} goes by the words of a question; send one prompt, of text, or name a "
+                    "cartridge",
+                    "prompt",
+                    "not_routed",
+                )
+            with refusing(400, "model", "not_routed"):
+                return self.router.choose(question)
+        except ApiError as error:
+            return error
+
+    def routed_to(self, route: RoutedChoice | ApiError) -> RequestParser:
+        """Return a parser of one request, of the model `auto`, with the router's choice for it."""
+        parser = copy(self)
+        parser._route = route
+        return parser
 
     def chat(self, body: ChatRequest) -> ServingRequest:
         forge = body.forge or NO_OPTIONS
@@ -121,7 +158,15 @@ class RequestParser:
         return replace(request, id=f"{kind}_{request.id.rpartition('-')[2]}")
 
     def name_of(self, text: str) -> ModelName:
-        """Return the parsed name of a model that is served. Raises ApiError 404."""
+        """Return the parsed name of a model that is served. Raises ApiError 404. Reads the library
+        for the router's model."""
+        name = self._served(text)
+        if name.cartridge == CartridgeName(AUTO):
+            with refusing(404, "model", "not_routed"):
+                self.router.require()
+        return name
+
+    def _served(self, text: str) -> ModelName:
         with refusing(404, "model", "model_not_found"):
             name = parse_model(text)
             if name.base == AUTO and name.cartridge is None:
@@ -133,15 +178,12 @@ class RequestParser:
                 raise DataError(
                     f"there is no strategy {name.strategy}; GET /v1/models lists those there are"
                 )
-        if name.cartridge == CartridgeName(AUTO):
-            with refusing(404, "model", "not_routed"):
-                self.router.require()
-        elif name.cartridge is not None:
+        if name.cartridge not in (None, CartridgeName(AUTO)):
             self._entry(name.cartridge)
         return name
 
     def _name(self, model: str, forge: ForgeOptions) -> ModelName:
-        name = self.name_of(model)
+        name = self._served(model)
         cartridge, strategy = name.cartridge, name.strategy
         if forge.cartridge is not None:
             with refusing(400, "forge.cartridge"):
@@ -189,16 +231,14 @@ class RequestParser:
         return tuple(self._entry(cartridge) for cartridge in named), None
 
     def _routed(self, question: str | None) -> tuple[Entries, RoutedChoice]:
-        if question is None:
-            raise bad_request(
-                f"{AUTO} goes by the words of a question; send one prompt, of text, or name a "
-                "cartridge",
-                "prompt",
-                "not_routed",
-            )
-        with refusing(400, "model", "not_routed"):
-            chosen = self.router.choose(question)
-        return (chosen.entry,), chosen
+        """Return the router's choice. Raises RouteNeeded before it is made, ApiError where there is
+        none."""
+        route = self._route
+        if route is None:
+            raise RouteNeeded(question)
+        if isinstance(route, ApiError):
+            raise route
+        return (route.entry,), route
 
     def _entry(self, cartridge: CartridgeName) -> CartridgeVersion:
         with refusing(404, "forge.cartridge", "cartridge_not_found"):

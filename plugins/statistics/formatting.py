@@ -10,6 +10,9 @@ from html import escape
 Rows = tuple[tuple[str, ...], ...]
 
 
+MOST_STYLED = 1000
+
+
 @dataclass(frozen=True)
 class TableSection:
     """Hold a titled table: `TableSection("budget", ("", ""), (("prompts a step", "32"),))`."""
@@ -30,8 +33,9 @@ def lines(title: str, texts: Iterable[str]) -> TableSection:
 
 
 def render(sections: Sequence[TableSection], *, terminal: bool) -> str:
-    """Return aligned text, or with `terminal` rich's tables at the terminal's width."""
-    if not terminal:
+    """Return aligned text, or with `terminal` rich's tables at the terminal's width. Where a table
+    has very many rows all are text there too: rich takes milliseconds a row."""
+    if not terminal or any(len(section.rows) > MOST_STYLED for section in sections):
         return "\n\n".join(map(_plain, sections)) + "\n"
     from rich.console import Console
     from rich.table import Table

@@ -1,7 +1,8 @@
 """Draw and score problems of the clinic, of reasoning_gym and of verifiers tasksets.
 
     clinic          an option question; its letter, or the option's text, is right or wrong
-    reasoning_gym   problem i has seed `seed` + i; the task's own score of the extracted answer
+    reasoning_gym   problem i has seed `seed` + i; the task's own score of the extracted answer, as
+                    it is written or in plain signs, whichever is higher
     verifiers       problem i of a taskset; each text is played as an episode of one turn, whose
                     reward is its score; or of `turns` turns, one for each of its lines
 
@@ -55,11 +56,16 @@ class ProblemSet(Protocol):
     async def close(self) -> None: ...
 
 
-def open_problems(spec: ProblemsSpec, extract: Extract) -> ProblemSet:
-    """Return the problem set of the spec; its worker starts on the first call."""
+def open_problems(
+    spec: ProblemsSpec, extract: Extract, plain: Callable[[str], str] = str
+) -> ProblemSet:
+    """Return the problem set of the spec; its worker starts on the first call. `plain` rewrites an
+    extracted answer in plain signs: "28,080" is 28080."""
     if spec.kind in OF_DOCUMENTS:
         return ClinicProblems()
-    return GymProblems(spec, extract) if spec.kind == "reasoning_gym" else Taskset(spec, extract)
+    if spec.kind == "reasoning_gym":
+        return GymProblems(spec, extract, plain)
+    return Taskset(spec, extract)
 
 
 def clinic_problem(question: PatientQuestion, instruction: str = "") -> RSAProblem:
@@ -99,8 +105,8 @@ class GymProblems:
     """Draw and score reasoning_gym problems in a worker process, one request at a time. An answer
     that the worker cannot score in time scores 0."""
 
-    def __init__(self, spec: ProblemsSpec, extract: Extract) -> None:
-        self._spec, self._extract = spec, extract
+    def __init__(self, spec: ProblemsSpec, extract: Extract, plain: Callable[[str], str]) -> None:
+        self._spec, self._extract, self._plain = spec, extract, plain
         limits = ProcessLimits(
             cpu_s=spec.timeout_s, wall_s=spec.timeout_s + GRACE_S, memory=MOST_BYTES
         )
@@ -132,15 +138,22 @@ class GymProblems:
             if answer is None:
                 judged.append(JudgedCandidate(None, 0.0))
                 continue
-            reply = await self._ask(problem.facts["number"], answer=answer)
-            # An answer whose score cannot be computed is wrong.
-            score = reply["score"] if reply and "score" in reply else 0.0
-            judged.append(JudgedCandidate(answer, score if math.isfinite(score) else 0.0))
+            score, plain = await self._score(problem, answer), self._plain(answer)
+            # Most tasks know one spelling of a number, and the vote joins them all.
+            if score < 1.0 and plain not in ("", answer):
+                score = max(score, await self._score(problem, plain))
+            judged.append(JudgedCandidate(answer, score))
         return judged
 
     async def close(self) -> None:
         self._process.kill()  # a request that a cancelled task waited for, too
         await asyncio.to_thread(self._process.end)
+
+    async def _score(self, problem: RSAProblem, answer: str) -> float:
+        """Return the task's score; 0 where it cannot be computed."""
+        reply = await self._ask(problem.facts["number"], answer=answer)
+        score = float(reply["score"]) if reply and "score" in reply else 0.0
+        return score if math.isfinite(score) else 0.0
 
     async def _ask(self, number: int, **more: str) -> dict[str, Any] | None:
         """Return the worker's reply; None if the worker ended or exceeded its time."""

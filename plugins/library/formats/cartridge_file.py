@@ -13,16 +13,18 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from cartridge_forge.protocols.errors import DataError
 
+if TYPE_CHECKING:  # torch takes a second to import, and lists of cartridges need none of it
+    import torch
+    from torch import Tensor
+
 HEADER_BYTES = 4 * 1024**2  # of a safetensors file: one tensor, its label and its source
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: Mapping[str, torch.dtype]  # by name, made by `__getattr__` at the first import
 POST_ROPE = "post-rope"
 OF_OTHERS = (
     "a KV cache that another program compacted is read by forge convert with --model DIR and "
@@ -88,7 +90,7 @@ class CartridgeFile:
                 f"0 <= frozen < P={self.tokens}: got {self.frozen} frozen tokens, which leaves "
                 "none to train"
             )
-        if self.kv.dtype not in DTYPES.values():
+        if self.kv.dtype not in _dtypes().values():
             raise DataError(f"a cartridge is float32, bfloat16 or float16: got {self.kv.dtype}")
         for layer, part in enumerate(self.kv):
             if not bool(part.isfinite().all()):
@@ -119,7 +121,7 @@ class CartridgeFile:
 
     def to(self, dtype: str) -> CartridgeFile:
         """Return the cartridge in another dtype. Raises DataError where a number overflows it."""
-        return replace(self, kv=self.kv.to(DTYPES[dtype]))
+        return replace(self, kv=self.kv.to(_dtypes()[dtype]))
 
     def label(self) -> str:
         """Return facts, frozen tokens and a checksum over these and kv as one line of JSON, for
@@ -166,7 +168,22 @@ def labelled(kv: Tensor, label: str, frozen: int | None = None) -> CartridgeFile
     return CartridgeFile(kv, stated_frozen, facts)
 
 
+@cache
+def _dtypes() -> Mapping[str, torch.dtype]:
+    import torch
+
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "DTYPES":
+        return _dtypes()
+    raise AttributeError(name)
+
+
 def _sha256(described: Mapping[str, Any], kv: Tensor) -> str:
+    import torch
+
     plain = {**described, "shape": list(kv.shape), "dtype": str(kv.dtype)}
     digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode())
     for layer in kv:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from cartridge_forge.plugins.library.formats.cartridge_file import (
     OF_OTHERS,
@@ -93,6 +92,8 @@ def read(path: Path) -> CartridgeFile:
 
 def write_file(cartridge: CartridgeFile, file: Path) -> None:
     """Write the safetensors file alone, neither flushed nor renamed."""
+    from safetensors.torch import save_file  # imports torch, which lists of cartridges do not need
+
     save_file({"kv": cartridge.kv.contiguous()}, file, metadata={HEADER: cartridge.label()})
 
 
@@ -143,7 +144,8 @@ def write_manifest(folder: Path, manifest: CartridgeManifest) -> None:
 def read_manifest(folder: Path) -> CartridgeManifest:
     """Read a directory's manifest. Raises DataError where it is missing or not as written."""
     try:
-        plain = json.loads((folder / MANIFEST).read_text())
+        with open(f"{folder}/{MANIFEST}", "rb") as file:
+            plain = json.loads(file.read())
         stated = plain.pop("manifest_sha256", None)
         if plain.get("schema") != SCHEMA:
             raise ValueError(f"schema {plain.get('schema')}, and this version reads {SCHEMA}")

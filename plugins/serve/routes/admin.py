@@ -124,24 +124,25 @@ def admin_routes(handler: RequestHandler) -> APIRouter:
                 raise DataError(f"there is no cartridge {wanted}")
             return await run_in_threadpool(look, *args)
 
-    def described(entry: CartridgeVersion) -> CartridgeEntry:
-        versions = library.versions(entry.manifest.name)
-        latest = entry.manifest.version == max(versions, default=0)
-        loaded = entry.key in resident.held
+    def described(entry: CartridgeVersion, newest: int | None = None) -> CartridgeEntry:
+        if newest is None:
+            newest = max(library.versions(entry.manifest.name), default=0)
         return CartridgeEntry(
-            **entry.manifest.as_dict(), latest=latest, loaded=loaded, routed=entry.terms.is_file()
-        )
+            **entry.manifest.as_dict(), latest=entry.manifest.version == newest,
+            loaded=entry.key in resident.held, routed=entry.terms.is_file(),
+        )  # fmt: skip
 
     def listed(names: list[str]) -> CartridgeList:
-        entries = [entry for name in names for entry in library.entries(name)]
-        return CartridgeList(
-            cartridges=[described(entry) for entry in entries],
-            damaged=[
+        cartridges, damaged = [], []
+        for name in names:
+            entries, faults = library.sorted_out(name)
+            newest = max(library.versions(name), default=0)
+            cartridges += [described(entry, newest) for entry in entries]
+            damaged += [
                 DamagedVersion(name=name, version=version, fault=fault)
-                for name in names
-                for version, fault in library.damaged(name).items()
-            ],
-        )
+                for version, fault in faults.items()
+            ]
+        return CartridgeList(cartridges=cartridges, damaged=damaged)
 
     def changed(request: Request, action: str, cartridge: str) -> None:
         """Write a change to the audit log, before it is made."""

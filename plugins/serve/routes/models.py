@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Literal
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
@@ -14,13 +14,15 @@ from cartridge_forge.plugins.serve.access.keys import CALLER
 from cartridge_forge.plugins.serve.handler import RequestHandler
 from cartridge_forge.plugins.serve.routes.generation import REFUSALS
 
+MOST_LISTED = 1000
+
 
 class ForgeModels(BaseModel):
-    """What may stand behind a model's name."""
+    """What may stand behind a model's name: its cartridges by name, a page of them."""
 
     cartridges: dict[str, list[int]] = Field(description="versions by name, oldest first")
     strategies: list[str]
-    auto: list[str] = Field(description="what the model `auto` chooses from; empty: no such model")
+    auto: list[str] = Field(description="those of them that the model `auto` chooses from")
 
 
 class ModelEntry(BaseModel):
@@ -36,10 +38,12 @@ class BaseModelEntry(ModelEntry):
 
 class ModelList(BaseModel):
     """One model, as Tokasaurus' clients need: its cartridges and strategies are named behind it,
-    and listed in `forge`; so is what `auto` stands for."""
+    and listed in `forge`; so is what `auto` stands for. Cartridges come in pages, by name."""
 
     object: Literal["list"] = "list"
     data: list[BaseModelEntry]
+    has_more: bool = Field(description="further cartridges follow the last one")
+    last_id: str | None = Field(description="the page's last cartridge: the next `after_id`")
 
 
 class ServerStatus(BaseModel):
@@ -57,16 +61,24 @@ def model_routes(handler: RequestHandler) -> APIRouter:
     router, config, started = APIRouter(responses=REFUSALS), handler.config, int(time.time())
 
     @router.get("/v1/models")
-    async def models(request: Request) -> ModelList:
-        def have() -> ForgeModels:
-            library, router = config.library, handler.parser(request.scope[CALLER]).router
-            return ForgeModels(
-                cartridges={name: library.versions(name) for name in router.library_names()},
-                strategies=config.strategies.names(), auto=list(router.names()),
-            )  # fmt: skip
+    async def models(
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=MOST_LISTED, description="cartridges of a page")]
+        = MOST_LISTED,
+        after_id: Annotated[str, Query(description="the cartridge before the page")] = "",
+    ) -> ModelList:  # fmt: skip
+        library, router = config.library, handler.parser(request.scope[CALLER]).router
 
-        forge = await run_in_threadpool(have)
-        return ModelList(data=[BaseModelEntry(id=config.model, created=started, forge=forge)])
+        def have() -> ModelList:
+            names, more = router.page(after_id, limit)
+            forge = ForgeModels(
+                cartridges={name: library.versions(name) for name in names},
+                strategies=config.strategies.names(), auto=router.routed(names),
+            )  # fmt: skip
+            entry = BaseModelEntry(id=config.model, created=started, forge=forge)
+            return ModelList(data=[entry], has_more=more, last_id=names[-1] if names else None)
+
+        return await run_in_threadpool(have)
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str, request: Request) -> ModelEntry:

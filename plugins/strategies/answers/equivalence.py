@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from decimal import Decimal
+from decimal import Decimal, localcontext
 from fractions import Fraction
 from functools import lru_cache
 
@@ -34,6 +34,7 @@ SECONDS = 2.0
 LONGEST_S = 60.0  # wall time
 MOST_BYTES = 2 << 30
 LONGEST = 300  # characters; longer answers are not compared by value
+PRECISION = 2000  # digits: of LONGEST characters and an exponent of three digits on either side
 DIGITS = 6
 
 _NUMBER = re.compile(
@@ -79,6 +80,17 @@ def need_judge(answers: Iterable[str]) -> bool:
     """Return whether comparing these answers may call the judge, which is slow."""
     plain = {_plain(a) for a in answers}
     return len(plain) > 1 and any(_number(a) is None for a in plain)
+
+
+def plain_math(answer: str) -> str:
+    r"""Return an equal answer in digits, as programs read it: "28080" of "28,080", `\$28{,}080.00`
+    and `2.808\times10^{4}`. What is no such number loses its spacing, currency and `\text{}`
+    alone: a fraction stays one, and nothing is computed."""
+    text = _plain(answer)
+    if (number := _digits(text)) is None:
+        return text
+    with localcontext(prec=PRECISION):  # exact: the divisor is a power of ten
+        return f"{Decimal(number.numerator) / Decimal(number.denominator):f}"
 
 
 def _plain(answer: str) -> str:
@@ -145,7 +157,13 @@ def _number(text: str) -> Fraction | None:
         )
     if match := _POWER.fullmatch(text):
         return (-1 if match[1] == "-" else 1) * Fraction(10) ** int(match[2])
-    match = _NUMBER.fullmatch(text)
+    return _digits(text)
+
+
+def _digits(text: str) -> Fraction | None:
+    """Return the exact number that is written in digits, with an exponent and a percent sign or
+    without, or None."""
+    match = _NUMBER.fullmatch(text) if len(text) <= LONGEST else None
     if not match or not (match[2] or match[3]):
         return None
     digits, decimals = (match[2] or "0").replace(",", ""), match[3] or ""

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from cartridge_forge.plugins.clinic.text import plain_signs, said_answer
-from cartridge_forge.plugins.strategies.answers.equivalence import need_judge, same_math
+from cartridge_forge.plugins.strategies.answers.equivalence import need_judge, plain_math, same_math
 from cartridge_forge.protocols.errors import DataError
 
 Form = Literal["math", "rg", "supergpqa", "clinic", "general"]
@@ -59,6 +59,16 @@ def same_answer(a: str, b: str, form: Form) -> bool:
     if form in ("clinic", "general"):
         return _folded(a) == _folded(b)
     return a == b
+
+
+def plain_answer(answer: str, form: Form) -> str:
+    """Return an answer equal to `answer` in plain signs, for a scorer that knows one spelling of
+    each: "28080" of "28,080" in `math`, "Paris" of "\'Paris.\'" in `general`."""
+    if form == "math":
+        return plain_math(answer)
+    if form in ("clinic", "general"):
+        return _trimmed(answer)
+    return answer
 
 
 def clusters(answers: Sequence[str | None], form: Form) -> list[list[int]]:
@@ -117,4 +127,8 @@ def _of_clinic(text: str) -> str | None:
 
 
 def _folded(text: str) -> str:
-    return " ".join(plain_signs(text).casefold().split()).strip(" .\"'")
+    return _trimmed(text.casefold())
+
+
+def _trimmed(text: str) -> str:
+    return " ".join(plain_signs(text).split()).strip(" .\"'")

@@ -210,7 +210,7 @@ async def _ended(
         return RSARun(text, (), finish_reason=ended)
     last = populations[-1]
     votes = tuple(await tally(last.answers, question.form))
-    metrics = measure(last.scores, chosen_of(votes)) if last.scores else None
+    metrics = measure(last.scores, chosen_of(votes, last.scores)) if last.scores else None
     return RSARun(text, tuple(populations), votes, metrics, ended)
 
 

@@ -4,7 +4,7 @@ AggregationInput --judge--> candidates --vote--> chosen
                  --draw parents--> prompts of the next population       -> JudgedPopulation
 
 metrics    mean_accuracy   share of a population that scores 1 or more
-           majority_vote   1 if the most frequent answer scores 1 or more
+           majority_vote   1 if the most frequent answer, in one of its spellings, scores 1 or more
            pass_at_n       1 if any candidate does
 reward     metric of the last population + greedy_weight * mean score of all T * M * N
 
@@ -72,8 +72,8 @@ class JudgedCandidate:
 class JudgedPopulation:
     """Carry the reply to an AggregationInput: `candidates` has one for each of its texts.
 
-    `chosen` is the index of a candidate with the most frequent answer, None where no answer was
-    given. `prompts` are those of population `step`, each with its `parents` among the texts.
+    `chosen` is the index of the best candidate with the most frequent answer, None where no answer
+    was given. `prompts` are those of population `step`, each with its `parents` among the texts.
     """
 
     candidates: tuple[JudgedCandidate, ...] = ()
@@ -137,16 +137,20 @@ async def aggregate(
     candidates, chosen = tuple[JudgedCandidate, ...](), None
     if step:
         candidates = tuple(await judge(problem, texts))
-        chosen = chosen_of(await tally([c.answer for c in candidates], task))
+        votes = await tally([c.answer for c in candidates], task)
+        chosen = chosen_of(votes, [c.score for c in candidates])
     if step == shape.T:
         return JudgedPopulation(candidates, chosen)
     prompts, parents = ask(problem.question, texts, shape, step, task, standing.stream)
     return JudgedPopulation(candidates, chosen, prompts, parents)
 
 
-def chosen_of(votes: Sequence[AnswerVote]) -> int | None:
-    """Return the earliest slot with the majority's answer; None without votes."""
-    return votes[0].traces[0] if votes else None
+def chosen_of(votes: Sequence[AnswerVote], scores: Sequence[float | None] = ()) -> int | None:
+    """Return the slot with the majority's answer that scores best, so that the order of its
+    spellings decides nothing; of equals the earliest. None without votes."""
+    if not votes:
+        return None
+    return max(votes[0].traces, key=lambda slot: (scores[slot] or 0.0) if scores else 0.0)
 
 
 def measure(scores: Sequence[float], chosen: int | None) -> dict[str, float]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from serving_setup import MODEL, Served, add_cartridge, raw, refused, serving
 
 from cartridge_forge.plugins.documents.retrieval import Bm25Router, count_terms
 from cartridge_forge.plugins.library.names import CartridgeName
-from cartridge_forge.plugins.serve.routing import CartridgeRouter
+from cartridge_forge.plugins.serve.routing import CartridgeRouter, RoutedChoice, WordIndex
 from cartridge_forge.protocols.records.run_files import TERMS
 
 TEXTS = {
@@ -153,3 +155,54 @@ def test_a_damaged_list_of_words_is_as_none(routed: Served) -> None:
     file.write_text(file.read_text().replace('"nine": 1', '"nine": 2'))
     assert router.names() == ("orchard",)
     assert CartridgeRouter(library).names() == ("orchard",)
+
+
+def test_the_index_is_read_beside_the_thread_that_parses(
+    routed: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While nobody can read the index, a plain request is answered, and one for `auto` waits."""
+    threads: dict[str, set[str]] = {"look": set(), "choose": set()}
+    look, choose = WordIndex.look, CartridgeRouter.choose
+
+    def noted_look(index: WordIndex, *arguments: Any) -> None:
+        threads["look"].add(threading.current_thread().name.partition("_")[0])
+        look(index, *arguments)
+
+    def noted_choose(router: CartridgeRouter, text: str) -> RoutedChoice:
+        threads["choose"].add(threading.current_thread().name.partition("_")[0])
+        return choose(router, text)
+
+    monkeypatch.setattr(WordIndex, "look", noted_look)
+    monkeypatch.setattr(CartridgeRouter, "choose", noted_choose)
+    handler = routed.door.handler
+    with ThreadPoolExecutor(1) as asking:
+        with handler.index.lock:
+            waiting = asking.submit(chat, routed)
+            assert chat(routed, model=f"{MODEL}+orchard")[:2] == (200, "orchard@1")
+            assert not waiting.done()
+        assert waiting.result(60)[:2] == (200, "harbour@1")
+    add_cartridge(routed.house.library, "mill", seed=4)
+    routed.house.library.describe(
+        routed.house.library.get(CartridgeName("mill")), [count_terms("wheat flour")]
+    )
+    question = [{"role": "user", "content": "wheat?"}]
+    assert chat(routed, messages=question)[1] == "mill@1"
+    assert chat(routed, messages=question, model="auto:twice")[1] == "mill@1"
+    assert threads == {"look": {"routing"}, "choose": {"routing"}}
+
+
+def test_models_come_in_pages(routed: Served) -> None:
+    def page(query: str) -> tuple[list[str], list[str], bool, str | None]:
+        status, _, content = raw(routed, f"/v1/models{query}", method="GET")
+        body = json.loads(content)
+        assert status == 200
+        forge = body["data"][0]["forge"]
+        return list(forge["cartridges"]), forge["auto"], body["has_more"], body["last_id"]
+
+    assert page("") == (["harbour", "mute", "orchard"], ["harbour", "orchard"], False, "orchard")
+    assert page("?limit=2") == (["harbour", "mute"], ["harbour"], True, "mute")
+    assert page("?limit=2&after_id=mute") == (["orchard"], ["orchard"], False, "orchard")
+    assert page("?after_id=zebra") == ([], [], False, None)
+    for query in ("?limit=0", "?limit=1001", "?limit=many"):
+        status, _, content = raw(routed, f"/v1/models{query}", method="GET")
+        assert (status, json.loads(content)["error"]["param"]) == (400, "limit")

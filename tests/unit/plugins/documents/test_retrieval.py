@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
+import random
 from collections import Counter
 from pathlib import Path
 
@@ -101,29 +99,73 @@ def test_scores_are_the_textbooks(passages: list[str], question: str) -> None:
     assert dict(found) == pytest.approx({n: s for n, s in wanted.items() if s > 0}, rel=1e-4)
 
 
-def test_an_index_leaves_no_semaphore_to_be_warned_of() -> None:
-    code = (
-        "import sys; from cartridge_forge.plugins.documents.retrieval import Bm25Router as R; "
-        "R.of_texts({'a': 'one word'}); print('tqdm' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout == "False\n"
+def random_passages(rng: random.Random) -> list[dict[str, int]]:
+    return [
+        count_terms(" ".join(rng.choices("abcdefghijklmnop", k=rng.randrange(12))))
+        for _ in range(rng.randrange(4))
+    ]
 
 
-def test_an_index_does_not_import_numba(tmp_path: Path) -> None:
-    """vLLM brings it, and bm25s would import it. It can still be imported afterwards."""
-    (tmp_path / "numba.py").write_text("print('imported', end=' ')\njit = njit = None\n")
-    code = (
-        "from cartridge_forge.plugins.documents.retrieval import Bm25Router as R; "
-        "print(R.of_texts({'a': 'one word', 'b': 'two'}).choose('word?').name); import numba"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120,
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"},
-    )  # fmt: skip
-    assert done.stdout == "a\nimported "
+def scores_of_bm25s(passages: dict[str, list[dict[str, int]]], question: str) -> dict[str, float]:
+    """Score each name's best passage with the library bm25s."""
+    import bm25s
+
+    owned = [(name, counts) for name, texts in passages.items() for counts in texts if counts]
+    index = bm25s.BM25()
+    index.index([[*Counter(counts).elements()] for _, counts in owned], show_progress=False)
+    found: dict[str, float] = {}
+    terms = [term for term in terms_of(question) if any(term in counts for _, counts in owned)]
+    for (name, _), score in zip(owned, index.get_scores(terms).tolist(), strict=True):
+        found[name] = max(found.get(name, 0.0), score)
+    return {name: score for name, score in found.items() if score > 0}
+
+
+def test_an_index_after_any_changes_is_a_whole_rebuild() -> None:
+    """A thousand random changes: added, replaced and removed names of none to three passages."""
+    rng = random.Random(58)
+    passages: dict[str, list[dict[str, int]]] = {}
+    router = Bm25Router({})
+    for number in range(1000):
+        name = f"n{rng.randrange(40)}"
+        if rng.random() < 0.3:
+            passages.pop(name, None)
+            router.update({name: None})
+        else:
+            passages[name] = random_passages(rng)
+            router.update({name: passages[name]})
+        question = " ".join(rng.choices("abcdefghijklmnopz", k=rng.randrange(1, 6)))
+        rebuilt = Bm25Router(dict(sorted(passages.items(), key=lambda _: rng.random())))
+        assert router.names == rebuilt.names == tuple(sorted(passages))
+        assert router.top(question, 50) == rebuilt.top(question, 50)
+        assert router.top(question, 2) == rebuilt.top(question, 50)[:2]
+        if number % 50 == 49:
+            wanted = scores_of_bm25s(passages, question)
+            assert dict(router.top(question, 50)) == pytest.approx(wanted, rel=1e-5)
+    assert len(router._owners) <= 40 * 3  # rows of what was removed serve what comes
+
+
+def test_a_mask_of_names_is_an_index_over_them_alone() -> None:
+    rng = random.Random(3)
+    passages = {f"n{i}": random_passages(rng) for i in range(30)}
+    router = Bm25Router(passages)
+    for _ in range(100):
+        router.update({f"n{rng.randrange(30)}": None})
+        names = {f"n{i}" for i in range(30) if rng.random() < 0.4}
+        alone = Bm25Router({n: passages[n] for n in names if n in router})
+        among = router.mask(names)
+        for question in ("a b c", "d d p", "zebra"):
+            assert router.top(question, 30, among) == alone.top(question, 30)
+        with pytest.raises(DataError, match=rf"name one: {', '.join(alone.names) or 'none'}"):
+            router.choose("zebra", among)
+        fresh = f"n{rng.randrange(30)}"
+        router.update({fresh: passages[fresh]})
+
+
+def test_a_change_writes_the_postings_of_its_own_passages_alone() -> None:
+    router = Bm25Router.of_texts({f"n{i}": "the same seven words in each text" for i in range(50)})
+    assert router.update({"n7": [count_terms("two words")]}) == 7 + 2
+    assert router.update({"n7": None}) == 2
+    assert router.update({"n7": None}) == 0
 
 
 def test_the_config_states_its_positions(tmp_path: Path) -> None:

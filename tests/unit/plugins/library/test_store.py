@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from cartridge_forge.learning.checkpoint import write_checkpoint
-from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo, config_hash
+from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo, config_hash, read_base
 from cartridge_forge.plugins.library.formats.forge import FILE, MANIFEST
 from cartridge_forge.plugins.library.names import (
     CartridgeName,
@@ -425,3 +427,36 @@ def test_a_library_that_vanished_is_not_made_again(library: CartridgeStore) -> N
         with pytest.raises(FileNotFoundError):
             look()
     assert not library.directory.exists()
+
+
+LIST = """
+import sys
+from cartridge_forge.forge_run.cli import forge
+from cartridge_forge.plugins.library import store
+read, parsed = store.read_manifest, []
+store.read_manifest = lambda folder: (parsed.append(folder), read(folder))[1]
+assert forge() == 0
+print(len(parsed), [m for m in ("torch", "transformers") if m in sys.modules])
+"""
+
+
+def test_a_list_parses_each_manifest_once_and_imports_no_torch(tmp_path: Path) -> None:
+    library = CartridgeStore(tmp_path / "library", read_base(Path("models/clinic-reader")))
+    base = library.base
+    zeros = torch.zeros(base.layers, 2, base.kv_heads, 2, base.head_dim)
+    for name in ("p1", "p2", "p2"):
+        add(library, name, {"kv": zeros})
+    library.tag(CartridgeName("p2", 1), "best")
+    (library.directory / "p1/1/manifest.json").write_text("{")
+    sets = [f"library={library.directory}", "model.path=models/clinic-reader"]
+    words = [word for one in sets for word in ("--set", one)]
+    done = subprocess.run(
+        [sys.executable, "-c", LIST, "cartridges", "list", *words],
+        capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    *table, last = done.stdout.splitlines()
+    assert last == "3 []"
+    assert [line.split()[0] for line in table if line.startswith("  p")] == [
+        "p2@1", "p2@2", "p1@1:",
+    ]  # fmt: skip
+    assert "best" in next(line for line in table if "p2@1" in line)

@@ -133,6 +133,9 @@ def test_equivalent_answers_vote_together_and_missing_ones_not_at_all() -> None:
 def test_metrics_and_reward_by_hand() -> None:
     assert chosen_of([AnswerVote("a", 2.0, (3, 4)), AnswerVote("b", 1.0, (0,))]) == 3
     assert chosen_of([]) is None
+    spelled = [AnswerVote("28,080", 3.0, (0, 2, 3)), AnswerVote("5", 1.0, (1,))]
+    assert chosen_of(spelled, [0.01, 1.0, None, 1.0]) == 3
+    assert chosen_of(spelled, [0.0, 1.0, 0.0, 0.0]) == 0
     scores = [1.0, 0.5, 0.0, 2.0]
     found = measure(scores, 1)
     assert found == {"mean_accuracy": 0.5, "majority_vote": 0.0, "pass_at_n": 1.0}

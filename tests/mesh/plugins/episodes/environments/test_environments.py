@@ -24,11 +24,20 @@ from cartridge_forge.plugins.episodes.environments.checking import (
 )
 from cartridge_forge.plugins.episodes.environments.checking import PlayedEpisode as Played
 from cartridge_forge.plugins.episodes.environments.episode_files import from_row, to_row
-from cartridge_forge.plugins.episodes.environments.problems import ProblemSet
+from cartridge_forge.plugins.episodes.environments.problems import ProblemSet, open_problems
 from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import PYTHON
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.episodes.spec.problems import ProblemsSpec
-from cartridge_forge.plugins.strategies.rsa.populations import JudgedCandidate, RSAProblem
+from cartridge_forge.plugins.strategies.answers.extract import Form, extract, plain_answer
+from cartridge_forge.plugins.strategies.rsa.islands import RSAShape
+from cartridge_forge.plugins.strategies.rsa.populations import (
+    AggregationInput,
+    JudgedCandidate,
+    JudgedPopulation,
+    RSAProblem,
+    aggregate,
+    measure,
+)
 from cartridge_forge.protocols.episodes import Episode, Observation, Task, Turn
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import Sampling
@@ -59,6 +68,46 @@ def test_reasoning_gym_draws_by_seed_and_judges_by_its_own_score() -> None:
     assert judged[2].score is not None
     assert judged[2].score < 1.0
     assert judged[3].score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("task", "spellings", "wrong"),
+    [
+        ("gsm_symbolic", ("28,080", "28080", r"\$28{,}080.00", r"2.808\times10^{4}"), "28081"),
+        ("lcm", ("2,646", "2646", "2646.0", r"\text{2646}"), "26460"),
+        ("gcd", ("3.0", "3", "$3", "0.3e1"), "30"),
+        ("leg_counting", ("500.", "500", "500.0", "50000%"), "5000"),
+    ],
+)
+def test_spellings_that_the_vote_joins_score_alike(
+    task: str, spellings: tuple[str, ...], wrong: str
+) -> None:
+    """The answers were worked out by hand; the task's own score of the wrong one is above 0."""
+    form: Form = "math"
+    spec = ProblemsSpec(kind="reasoning_gym", name=task, seed=0, timeout_s=20.0)
+    shape = RSAShape(M=1, N=len(spellings) + 1, K=1, T=1)
+
+    async def use() -> list[JudgedPopulation]:
+        problems = open_problems(
+            spec, partial(extract, form=form), partial(plain_answer, form=form)
+        )
+        try:
+            (problem,) = await problems.draw([0], "primer")
+            return [
+                await aggregate(
+                    AggregationInput("r", "r", problem, 1, tuple(rf"\boxed{{{a}}}" for a in order)),
+                    shape, form, problems.judge,
+                )
+                for order in ((*spellings, wrong), (wrong, *reversed(spellings)))
+            ]  # fmt: skip
+        finally:
+            await problems.close()
+
+    for population in asyncio.run(use()):
+        scores = {c.answer: c.score or 0.0 for c in population.candidates}
+        assert {scores[answer] for answer in spellings} == {1.0}
+        assert 0.0 < scores[wrong] < 1.0
+        assert measure([*scores.values()], population.chosen)["majority_vote"] == 1.0
 
 
 def test_an_unknown_task_is_named() -> None:

@@ -16,6 +16,7 @@ from cartridge_forge.plugins.strategies.answers.extract import (
     Form,
     clusters,
     extract,
+    plain_answer,
     same_answer,
 )
 from cartridge_forge.plugins.strategies.answers.squad import (
@@ -132,6 +133,40 @@ def test_an_unknown_form_is_named() -> None:
 )
 def test_same(form: Form, a: str, b: str, equal: bool) -> None:
     assert same_answer(a, b, form) is same_answer(b, a, form) is equal
+
+
+@pytest.mark.parametrize(
+    ("form", "answer", "plain"),
+    [
+        ("math", "28,080", "28080"),
+        ("math", r"\$1{,}234.50", "1234.5"),
+        ("math", r"-2.5\times10^{3}", "-2500"),
+        ("math", "1e-7", "0.0000001"),
+        ("math", "50%", "0.5"),
+        ("math", "-0.0", "0"),
+        ("math", "3 apples", "3apples"),
+        ("math", r"\frac{2}{4}", r"\frac{2}{4}"),  # simplifying it may be what is asked
+        ("math", "4 + 3 - 2", "4+3-2"),  # and so may adding
+        ("math", "9" * 5000, "9" * 5000),
+        ("rg", " 28,080", " 28,080"),
+        ("general", '"Paris. "', "Paris"),
+        ("clinic", "41  mmol.", "41 mmol"),
+    ],
+)
+def test_plain_answers(form: Form, answer: str, plain: str) -> None:
+    assert plain_answer(answer, form) == plain
+    assert same_answer(answer, plain, form)
+
+
+def test_the_longest_number_of_an_exponent_is_exact() -> None:
+    digits = "7" * 290
+    assert plain_answer(f"{digits}e999", "math") == digits + "0" * 999
+    assert plain_answer(f"0.{digits}e-999", "math") == "0." + "0" * 999 + digits
+
+
+def test_a_vote_of_numbers_too_long_for_an_int_is_counted() -> None:
+    answers = ["9" * 5000, "7", "9" * 5000]
+    assert [v.traces for v in asyncio.run(tally(answers, "math"))] == [(0, 2), (1,)]
 
 
 def test_a_judge_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
