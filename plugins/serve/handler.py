@@ -52,6 +52,7 @@ from cartridge_forge.plugins.serve.structured.call_reading import (
     CallReader,
     with_calls,
 )
+from cartridge_forge.plugins.wire.anthropic_messages import MessagesRequest
 from cartridge_forge.plugins.wire.openai_chat import (
     CartridgeInfo,
     ForgeExtension,
@@ -149,6 +150,14 @@ class RequestHandler:
         if request.strategy is None:
             answering.sample()
         return answering
+
+    async def count(self, scope: Scope, body: MessagesRequest) -> int:
+        """Return the prompt tokens of messages. Raises ApiError as `begin` does for their
+        fields."""
+        caller = scope[CALLER]
+        with caller.quota.let_in():
+            counting = partial(self.parser(caller).message_tokens, body)
+            return await asyncio.get_running_loop().run_in_executor(self.parsing, counting)
 
     def turn(self, key: str, cost: RequestCost) -> AbstractAsyncContextManager[None]:
         """Return what lets a request of the key start in its turn; of one key, at once."""
@@ -313,7 +322,8 @@ class AnswerContext:
         assert work is not None
         index = {call.id: i for i, call in enumerate(calls)}
         decode = config.texts.decode_calls if request.tools else config.texts.decode
-        texts = [Detokenizer(decode, request.stops, config.end_ids) for _ in calls]
+        ends = config.end_ids, request.stop_ids
+        texts = [Detokenizer(decode, request.stops, *ends) for _ in calls]
         called = self._call_readers()
         first = True
         while True:
