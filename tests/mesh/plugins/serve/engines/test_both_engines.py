@@ -100,9 +100,9 @@ def test_both_engines_draw_alike_with_a_bias_penalties_and_stop_tokens(
             {},
             {"logit_bias": {"9": 4, "2": -100}, "frequency_penalty": 0.8, "presence_penalty": 0.3},
             {"extra_body": {"repetition_penalty": 1.4, "stop_token_ids": [5, 9]}},
-            {"extra_body": {"min_p": 0.3}},
+            {"extra_body": {"min_p": 0.9}},
         ):
-            for temperature in (0.0, 1.5):
+            for temperature in (0.0, 2.0):
                 answer = client.chat.completions.create(**asked, temperature=temperature, **more)
                 ended = [(one.message.content, one.finish_reason) for one in answer.choices]
                 told = [""] * 2
