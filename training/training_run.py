@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -60,6 +61,8 @@ from cartridge_forge.training.records import (
 )
 from cartridge_forge.training.scoring import TeacherScoring, score_key, train_scored
 from cartridge_forge.training.weight_sync import Canary, WeightSync
+
+QUESTION = "What is this about?"  # of any document, for the command that is printed
 
 
 def run_results(
@@ -246,7 +249,8 @@ class TrainingRun:
         self._recorder.event(
             "usable", version=version, cartridges=[*self._recipe.layout.cartridges]
         )
-        hint = f"ask it: forge ask {name} QUESTION --run {self._directory.path}"
+        words = ("forge", "ask", name, QUESTION, "--run", str(self._directory.path))
+        hint = f"ask it: {shlex.join(words)}"
         self._show(message=f"cartridge version {version} is trained and saved; {hint}")
 
     async def _train_offline(self) -> None:
