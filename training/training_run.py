@@ -28,6 +28,7 @@ from cartridge_forge.protocols.records.run_files import (
     RunOutcome,
     RunResults,
     VerifiedResult,
+    share_name,
 )
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.mesh import RunSpec
@@ -392,7 +393,7 @@ class TrainingRun:
         """Return accuracy on the first `evaluate.probe_questions` held-out questions."""
         most = self._learn.evaluate.probe_questions
         measured = await self._measure("probe", "cartridge", version, most=most, sampled=False)
-        self._show(accuracy=measured["accuracy"])
+        self._show(accuracy=measured["accuracy"], measure=share_name(measured))
         return measured["accuracy"]
 
     async def _evaluate(self, arm: str, prefix: str, version: int) -> None:
@@ -412,7 +413,10 @@ class TrainingRun:
             result["routing"] = routing
         self._state.arms[arm] = result
         self._recorder.event("evaluated", arm=arm, **result)
-        self._show(accuracy=result["accuracy"], seconds_left=self._left.seconds(self._state))
+        self._show(
+            accuracy=result["accuracy"], measure=share_name(result),
+            seconds_left=self._left.seconds(self._state),
+        )  # fmt: skip
         self._watch("")
 
     async def _measure(

@@ -140,7 +140,7 @@ def _plan(
     item = model.weight.element_size()
     weights = sum(p.numel() for p in model.parameters()) * item
     sizes_held = ModelBytes(weights, 2 * layers * heads * width * item)
-    plan = planned(counts, p, minutes, rates, learn, sizes_held)
+    plan = planned(counts, p, minutes, rates, learn, sizes_held, corpus.count)
     checked = load_spec(MESH, sets=[*plan.sets, *sets]).spec.learn
     for line in (*require_documents(RsaLearn.of(checked)), *plan.told()):
         note(line)
