@@ -25,8 +25,8 @@ def penalise(
     response to a prompt. Ids from V on are left alone: nothing draws them."""
 
     def at(ids: Iterable[int]) -> Tensor:
-        known = sorted({i for i in ids if i < len(logits)})
-        return torch.tensor(known, dtype=torch.long, device=logits.device)
+        token_ids = sorted({i for i in ids if i < len(logits)})
+        return torch.tensor(token_ids, dtype=torch.long, device=logits.device)
 
     if rules.bias:
         added = dict(rules.bias)

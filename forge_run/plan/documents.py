@@ -65,8 +65,8 @@ def studied(learn: RsaLearn) -> tuple[RsaLearn, list[TableSection]]:
     if odd := [*remarks(parts), *_warnings(parts, learn)]:
         sections.append(lines("left out, or read in an unusual way", odd))
     passages = [size for part in parts.parts.values() for size in passage_tokens(part, learn)]
-    each = "part" if len(counts) > parts.count else "document"
-    sections.append(facts("self-study", study_rows(learn, len(counts), passages, each)))
+    unit = "part" if len(counts) > parts.count else "document"
+    sections.append(facts("self-study", study_rows(learn, len(counts), passages, unit)))
     return _sized(learn, documents, sum(counts)), sections
 
 
@@ -125,7 +125,7 @@ def documents_text(documents: int, parts: int) -> str:
 
 
 def study_rows(
-    learn: RsaLearn, documents: int, passages: Sequence[int], each: str = "document"
+    learn: RsaLearn, documents: int, passages: Sequence[int], unit: str = "document"
 ) -> list[tuple[str, str]]:
     """Return rows on the conversations and on the most tokens that asker A and answerer B read and
     write; of `passages`, in tokens, there are none where no text is at hand."""
@@ -136,7 +136,7 @@ def study_rows(
     kinds = ", ".join(
         f"{kind} {documents * by_kind[kind]:,}" for kind in study.mix if by_kind[kind]
     )
-    rows = [("turns", f"{study.questions} a {each}, {turns:,} in all: {kinds}")]
+    rows = [("turns", f"{study.questions} a {unit}, {turns:,} in all: {kinds}")]
     if study.rounds > 1:
         rows[0] = ("conversations", rows[0][1])
         rows.append(("rounds", f"{study.rounds}; the answer to the last is trained on"))

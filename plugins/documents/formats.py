@@ -112,10 +112,10 @@ def read_text(data: bytes, how: ReadOptions) -> list[FileText]:
 def read_markdown(data: bytes, how: ReadOptions) -> list[FileText]:
     """Return what a reader sees of a page, as Markdown: no badges and no tags of images."""
     text, encoding = decode(data, how.encoding)
-    shown = markdown_text(text)
-    if text.strip() and not shown.strip():
+    prose = markdown_text(text)
+    if text.strip() and not prose.strip():
         raise DataError("is a page of images without text; write what they show, or leave it out")
-    return [FileText(shown, encoding)]
+    return [FileText(prose, encoding)]
 
 
 def read_html(data: bytes, how: ReadOptions) -> list[FileText]:

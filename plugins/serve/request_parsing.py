@@ -281,10 +281,12 @@ class RequestParser:
     def _require_unread_variables(self, body: ChatRequest) -> None:
         """Raise ApiError for a variable that the chat template reads. Those that it does not read
         have no effect, as in vLLM."""
-        given = {f"chat_template_kwargs.{name}": name for name in body.chat_template_kwargs or ()}
+        variables = {
+            f"chat_template_kwargs.{name}": name for name in body.chat_template_kwargs or ()
+        }
         if body.reasoning_effort is not None:
-            given["reasoning_effort"] = "reasoning_effort"
-        for param, name in given.items():
+            variables["reasoning_effort"] = "reasoning_effort"
+        for param, name in variables.items():
             if self._texts.template_mentions(name):
                 raise bad_request(
                     f"{param} is not served: the chat template of {self.model} reads it, and a "
@@ -298,8 +300,8 @@ class RequestParser:
         """Return the changes of logits that a body asks for, None for none."""
         bias = dict[int, float]()
         for key, number in (body.logit_bias or {}).items():
-            known = key.isascii() and key.isdecimal() and len(key) < 10
-            if not known or int(key) >= self._texts.vocabulary:
+            is_id = key.isascii() and key.isdecimal() and len(key) < 10
+            if not is_id or int(key) >= self._texts.vocabulary:
                 raise bad_request(
                     f"logit_bias has the key {key[:20]!r}; its keys are token ids as text, "
                     f'"0" to "{self._texts.vocabulary - 1}"',

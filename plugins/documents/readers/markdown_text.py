@@ -42,25 +42,25 @@ def markdown_text(text: str) -> str:
     """Return a page's text without badges, with the descriptions of other images in their place,
     and without tags of layout, comments, and lines that held nothing else."""
     addresses = {
-        found[1].casefold(): line for line in text.split("\n") if (found := _DEFINITION.match(line))
+        match[1].casefold(): line for line in text.split("\n") if (match := _DEFINITION.match(line))
     }
     dropped: set[str] = set()
     blocks = ["\n".join(lines) for lines in _blocks(text)]
-    shown = [
+    read = [
         block if _FENCE.match(block) else _shown(block, addresses, dropped) for block in blocks
     ]
-    return "\n".join(_without(block, dropped) for block in shown if block is not None)
+    return "\n".join(_without(block, dropped) for block in read if block is not None)
 
 
 def _blocks(text: str) -> list[list[str]]:
     """Return the lines in blocks, each fenced code a block by itself."""
     marked, fence, number = list[tuple[int, str]](), "", 0
     for line in text.split("\n"):
-        found = _FENCE.match(line)
-        if not fence and found:
-            fence, number = found[1], number + 1
+        match = _FENCE.match(line)
+        if not fence and match:
+            fence, number = match[1], number + 1
             marked.append((number, line))
-        elif fence and found and found[1].startswith(fence) and not line.strip(" `~"):
+        elif fence and match and match[1].startswith(fence) and not line.strip(" `~"):
             marked.append((number, line))
             fence, number = "", number + 1
         else:
@@ -70,37 +70,37 @@ def _blocks(text: str) -> list[list[str]]:
 
 def _shown(block: str, addresses: dict[str, str], dropped: set[str]) -> str | None:
     """Return a block as a reader sees it, None for one that showed nothing. Labels of addresses
-    that nothing else names are added to `dropped`."""
+    that images and badges name are added to `dropped`."""
 
-    def seen(found: re.Match[str]) -> str:
-        part = found[0]
-        if found["code"] is not None:
+    def replacement(match: re.Match[str]) -> str:
+        part = match[0]
+        if match["code"] is not None:
             return part
         names = {name.casefold() for name in re.findall(r"\[([^\[\]]+)\]", part)}
         dropped.update(names & addresses.keys())
-        if found["image"] is not None:
+        if match["image"] is not None:
             description = part[2 : part.index("]")]
             named = " ".join(addresses.get(name, "") for name in names)
             return "" if _BADGE.search(part) or _BADGE.search(named) else description
-        if found["img"] is not None:
+        if match["img"] is not None:
             alt = _ALT.search(part)
             return "" if alt is None or _BADGE.search(part) else alt[1] or alt[2] or ""
         return " " if part.lower().startswith("<br") else ""
 
-    text = _PART.sub(lambda found: seen(found) or _NOTHING, block)
+    text = _PART.sub(lambda match: replacement(match) or _NOTHING, block)
     if _NOTHING not in text:
         return text
-    kept, gap = list[str](), False
+    prose, gap = list[str](), False
     for line in text.split("\n"):
         bare = re.sub(rf"^{_NOTHING}+ ?| {_NOTHING}+(?= |$)", "", line).replace(_NOTHING, "")
         if not bare.strip() and _NOTHING in line:
             gap = True
-        elif gap and not line.strip() and not (kept and kept[-1].strip()):
+        elif gap and not line.strip() and not (prose and prose[-1].strip()):
             pass  # the blank line that stood behind it
         else:
-            kept.append(bare if kept or _NOTHING not in line else bare.lstrip())
+            prose.append(bare if prose or _NOTHING not in line else bare.lstrip())
             gap = gap and not line.strip()
-    return "\n".join(kept) if any(line.strip() for line in kept) else None
+    return "\n".join(prose) if any(line.strip() for line in prose) else None
 
 
 def _without(block: str, dropped: set[str]) -> str:
@@ -110,5 +110,5 @@ def _without(block: str, dropped: set[str]) -> str:
     return "\n".join(
         line
         for line in block.split("\n")
-        if not ((found := _DEFINITION.match(line)) and found[1].casefold() in dropped)
+        if not ((match := _DEFINITION.match(line)) and match[1].casefold() in dropped)
     )

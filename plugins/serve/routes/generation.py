@@ -188,8 +188,8 @@ def routes(handler: RequestHandler) -> APIRouter:
 
     @router.post(COUNT_PATH, summary="Count a message's prompt tokens, as Anthropic's API does")
     async def count_tokens(request: Request, body: CountTokensRequest) -> TokenCount:
-        whole = MessagesRequest(max_tokens=1, **dict(body))
-        return TokenCount(input_tokens=await handler.count(request.scope, whole))
+        messages_request = MessagesRequest(max_tokens=1, **dict(body))
+        return TokenCount(input_tokens=await handler.count(request.scope, messages_request))
 
     @router.post("/v1/cartridge/chat/completions", include_in_schema=False)
     @router.post(

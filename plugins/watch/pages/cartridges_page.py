@@ -25,13 +25,13 @@ def cartridges(view: RunView, checkpoint: str) -> dict[str, Any]:
     page: dict[str, Any] = {"checkpoints": names, "cartridges": [], "document_tokens": None}
     if not names:
         return page
-    own = chosen_checkpoint(view.run.path)
-    chosen = _path(view, checkpoint) if checkpoint else own
+    newest = chosen_checkpoint(view.run.path)
+    chosen = _path(view, checkpoint) if checkpoint else newest
     results = view.run.read_results() or {}
     trained = view.spec.learn.model.dtype if view.spec is not None else "float32"
     return page | {
         "shown": chosen.name,
-        "own": own.name,
+        "own": newest.name,
         "document_tokens": (results.get("compression") or {}).get("document_tokens"),
         "cartridges": _described(chosen, chosen.stat().st_mtime, trained),
     }

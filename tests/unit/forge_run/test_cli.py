@@ -1,6 +1,7 @@
 """The command line: exit codes, what is on stderr, what is handed to the run, what is imported."""
 
 import json
+import shutil
 import sys
 import types
 from pathlib import Path
