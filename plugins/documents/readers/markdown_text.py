@@ -46,9 +46,7 @@ def markdown_text(text: str) -> str:
     }
     dropped: set[str] = set()
     blocks = ["\n".join(lines) for lines in _blocks(text)]
-    read = [
-        block if _FENCE.match(block) else _shown(block, addresses, dropped) for block in blocks
-    ]
+    read = [block if _FENCE.match(block) else _shown(block, addresses, dropped) for block in blocks]
     return "\n".join(_without(block, dropped) for block in read if block is not None)
 
 
