@@ -73,7 +73,11 @@ def _sets(help: str) -> Option:
 
 
 MESH_AND_SETS = (
-    _option("mesh", "MESH.yaml", "which roles run, where, with which config"),
+    _option(
+        "mesh",
+        "MESH.yaml",
+        "which roles run, where, with which config: a file, or a shipped one's name",
+    ),
     _sets("override a key of the mesh or the config; VALUE is YAML; repeatable"),
 )
 MESH = (
@@ -245,7 +249,7 @@ COMMANDS = {
         *MESH, _option("--seeds", "N", "seeds of each arm (default: 3)", type=int, default=3),
     )),
     "sweep": Command("run a mesh over axes, ways to train and seeds", "experiments.sweep:command", (
-        _option("path", "SWEEP.yaml", "what is compared", type=Path),
+        _option("path", "SWEEP.yaml", "what is compared: a file, or a shipped one's name"),
         _sets("a key of all runs, under those of the sweep; repeatable"),
         _option("--seeds", "N", "seeds of each (default: the file's)", type=int),
         _option("--jobs", "N", "runs side by side (default: by cores and threads)", type=int),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -227,12 +228,23 @@ def vllm_faults(backend: str) -> Iterator[Fault]:
         yield "generator.backend", "vllm", "needs vLLM, which is not installed", VLLM_REMEDY
 
 
+def _model_remedy(model: Path) -> str:
+    """Return what to do about a directory without a model: for an example's, how it is made."""
+    maker = model.parent / "make_model.py"
+    if not maker.is_file():
+        return "give a directory with config.json and *.safetensors, or a hub id"
+    if maker.parent.parent.name != "examples":
+        return f"make it: python {shlex.quote(str(maker))}"
+    root, name = maker.parents[2], maker.parent.name
+    enter = "" if Path.cwd() == root else f"cd {shlex.quote(str(root))} && "
+    return f"make it: {enter}python -m examples.{name}.make_model"
+
+
 def _input_faults(learn: RsaLearn) -> Iterator[Fault]:
     """Yield what is wrong with the model, the data, and the external teachers' API keys."""
     model, data, replay = learn.model.path, learn.data, learn.replay
     if Path(model).is_absolute() and not (Path(model) / "config.json").is_file():
-        remedy = "give a directory with config.json and *.safetensors, or a hub id"
-        yield "model.path", model, "has no config.json", remedy
+        yield "model.path", model, "has no config.json", _model_remedy(Path(model))
     if data.path is None and data.source == "longhealth":
         why = "cannot run, LongHealth asks not to be shipped and is read from a path or URL"
         yield "data.path", "null", why, "add --set data.path=benchmark_v5.json"

@@ -35,15 +35,20 @@ from cartridge_forge.learning.attention import (
     window_mask,
 )
 from cartridge_forge.learning.decoder import LanguageModel, linear
+from cartridge_forge.learning.draws import draw, leave_likely, penalise, uniforms
 from cartridge_forge.learning.stopping import Decode, StopChecker
 from cartridge_forge.protocols.errors import DataError, PublishError
 from cartridge_forge.protocols.grammar import ResponseGrammar
+from cartridge_forge.protocols.logit_rules import (
+    LEAST_REPETITION,
+    MOST_REPETITION,
+    LogitRules,
+)
 from cartridge_forge.protocols.ports import TokenChunk, refused
 from cartridge_forge.protocols.step import (
     Completion,
     GenerateRequest,
     PrefixRef,
-    Sampling,
     require_ids,
 )
 
@@ -157,6 +162,9 @@ class DecodeState:
     def keeps_logprobs(self) -> bool:
         return self.request.logprobs or self.top_wanted > 0
 
+    def ends(self, token: int, end_ids: frozenset[int]) -> bool:
+        return token in end_ids or token in self.request.stop_ids
+
     def add(
         self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...], ends: bool
     ) -> None:
@@ -209,12 +217,29 @@ def check_request(request: GenerateRequest, vocabulary: int) -> None:
     if not request.prompt_ids:
         raise DataError(f"request {request.id} has an empty prompt; give it a token")
     require_ids(request.prompt_ids, vocabulary, f"the prompt of request {request.id}")
-    sampling, until = request.sampling, request.until
+    sampling, until, rules = request.sampling, request.until, request.rules or LogitRules()
+    if request.rules is not None and request.first_draw:
+        raise DataError(
+            f"request {request.id} has rules of logits and goes on with an earlier response, which "
+            "they would not count; leave one of them out"
+        )
+    require_ids(request.stop_ids, vocabulary, f"stop_ids of request {request.id}")
+    require_ids([i for i, _ in rules.bias], vocabulary, f"the bias of request {request.id}")
     for name, value, least, most in (
         ("sampling.max_tokens", sampling.max_tokens, 1, MOST_TOKENS),
         ("sampling.temperature", sampling.temperature, 0, MOST_TEMPERATURE),
         ("sampling.top_p", sampling.top_p, LEAST_MASS, 1),
         ("sampling.top_k", sampling.top_k, 0, MOST_TOKENS),
+        *(("rules.bias", number, -100, 100) for _, number in rules.bias),
+        (
+            "rules.repetition_penalty",
+            rules.repetition_penalty,
+            LEAST_REPETITION,
+            MOST_REPETITION,
+        ),
+        ("rules.frequency_penalty", rules.frequency_penalty, -2, 2),
+        ("rules.presence_penalty", rules.presence_penalty, -2, 2),
+        ("rules.min_p", rules.min_p, 0, 1),
         ("seed", request.seed, -(2**63), 2**64 - 1),
         ("top_logprobs", request.top_logprobs, 0, MOST_TOKENS),
         ("first_draw", request.first_draw, 0, MOST_TOKENS),
@@ -455,17 +480,22 @@ class DecodeBatch:
         for b, row in enumerate(self.rows):
             if not row.reason:
                 row.logits += [logits[b, : self._model.tokens]] * bool(row.request.logits)
-                row.add(ids[b], values[b], likeliest[b], ids[b] in self._end_ids)
+                row.add(ids[b], values[b], likeliest[b], row.ends(ids[b], self._end_ids))
         return chosen
 
     def _choose(self, logits: Tensor) -> Tensor:
         """Return the token [B] that each live row draws from logits [B, V]; rows with the same
         sampling draw together."""
         for b, row in enumerate(self.rows):
+            rules = None if row.reason else row.request.rules
+            if rules is not None:
+                penalise(logits[b], rules, row.request.prompt_ids, row.tokens)
             if row.grammar is not None and not row.reason:
                 allowed = row.grammar.allowed(logits[b])  # [V]
                 if not row.grammar.error:  # else the token is any one: `add` ends the row
                     logits[b].masked_fill_(~allowed, float("-inf"))
+            if rules is not None:
+                leave_likely(logits[b], rules, row.request.sampling.temperature)
         groups: dict[tuple[float, int, float], list[int]] = {}
         for b, row in enumerate(self.rows):
             if not row.reason:
@@ -497,39 +527,6 @@ def _likeliest(logprobs: Tensor, count: int) -> list[tuple[tuple[int, float], ..
 
 def _tokens_left(row: DecodeState) -> int:
     return 1 if row.reason else row.request.sampling.max_tokens - len(row.tokens)
-
-
-def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
-    """Return inverse-CDF draws [B] from logits [B, V] with one uniform in [0, 1) each."""
-    probs, order = truncated(logits, sampling)
-    cumulative = probs.cumsum(-1)  # scaled by the last, so that no rounding moves a draw past it
-    picks = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)
-    picks = picks.clamp(max=probs.shape[-1] - 1)
-    return (picks if order is None else order.gather(-1, picks))[:, 0]
-
-
-def truncated(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
-    """Return the probabilities [B, V] (float64) to draw from at a temperature > 0, and the token of
-    each column, None for the vocabulary's order. Truncation is top_k first, then the smallest set
-    of mass >= top_p."""
-    probs, order = (logits.double() / sampling.temperature).softmax(-1), None
-    if sampling.top_k > 0 or sampling.top_p < 1.0:
-        probs, order = torch.sort(probs, dim=-1, descending=True, stable=True)
-        if sampling.top_k > 0:
-            probs[:, sampling.top_k :] = 0
-            probs = probs / probs.sum(-1, keepdim=True)
-        if sampling.top_p < 1.0:
-            preceding = probs.cumsum(-1) - probs
-            probs = probs.masked_fill(preceding >= sampling.top_p, 0)
-            probs = probs / probs.sum(-1, keepdim=True)
-    return probs, order
-
-
-def uniforms(seed: int, count: int, first: int = 0) -> Tensor:
-    """Return draws `first` to `first + count` [count] of a request's own stream, float64 in [0, 1):
-    draw t decides token t."""
-    stream = torch.Generator().manual_seed(seed)
-    return torch.rand(first + count, generator=stream, dtype=torch.float64)[first:]
 
 
 # A prefix of so many tokens is copied to each of its rows: to read a short one apart, and to join

@@ -8,6 +8,8 @@ finds it missing before its next step, and ends the run with a checkpoint in the
 
     $FORGE_HOME/models/NAME, $FORGE_HOME/checks     base models, and verdicts on them; or
     $XDG_CACHE_HOME/cartridge-forge/..., by default below ~/.cache
+    $FORGE_HOME/library                             cartridges; or
+    $XDG_DATA_HOME/cartridge-forge/library, by default below ~/.local/share
 """
 
 from __future__ import annotations
@@ -255,12 +257,18 @@ def checks_folder() -> Path:
     return _home() / "checks"
 
 
-def _home() -> Path:
+def library_folder() -> Path:
+    """Return the folder of the user's cartridges; it need not exist. Without FORGE_HOME it is no
+    cache: what is in it cannot be had again."""
+    return _home("XDG_DATA_HOME", "~/.local/share") / "library"
+
+
+def _home(variable: str = "XDG_CACHE_HOME", default: str = "~/.cache") -> Path:
     home = os.environ.get("FORGE_HOME")
     if home:
         return Path(home).expanduser().absolute()
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser().absolute() / "cartridge-forge"
+    base = os.environ.get(variable) or default
+    return Path(base).expanduser().absolute() / "cartridge-forge"
 
 
 def model_names() -> list[str]:

@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 from cartridge_forge.protocols.errors import DataError, PlaneError
 from cartridge_forge.protocols.grammar import ResponseGrammar
+from cartridge_forge.protocols.logit_rules import LogitRules
 from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
 
 CARTRIDGE = "cartridge/"  # the names of prefixes that are trained cartridges begin with it
@@ -133,7 +134,8 @@ class GenerateRequest:
     the confidence of `until` reads these. With `logits` the generator puts the logits that the
     tokens were drawn from into the tensor plane, under a key of that stem (`Completion.logits`).
     `document_ids` are the tokens of the document that `prefix` names, where the generator was not
-    started with it (`document_ref`). `draft` proposes the tokens.
+    started with it (`document_ref`). `draft` proposes the tokens. `rules` change the logits that
+    tokens are drawn from. The first of `stop_ids` ends the response, as an end token does.
     """
 
     id: str
@@ -150,6 +152,8 @@ class GenerateRequest:
     logits: str = ""
     document_ids: tuple[int, ...] = ()
     draft: Draft | None = None
+    rules: LogitRules | None = None
+    stop_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ from cartridge_forge.protocols.records.run_files import (
     RunOutcome,
     RunResults,
     VerifiedResult,
+    share_name,
 )
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.mesh import RunSpec
@@ -60,6 +62,8 @@ from cartridge_forge.training.records import (
 )
 from cartridge_forge.training.scoring import TeacherScoring, score_key, train_scored
 from cartridge_forge.training.weight_sync import Canary, WeightSync
+
+QUESTION = "What is this about?"  # of any document, for the command that is printed
 
 
 def run_results(
@@ -246,7 +250,8 @@ class TrainingRun:
         self._recorder.event(
             "usable", version=version, cartridges=[*self._recipe.layout.cartridges]
         )
-        hint = f"ask it: forge ask {name} QUESTION --run {self._directory.path}"
+        words = ("forge", "ask", name, QUESTION, "--run", str(self._directory.path))
+        hint = f"ask it: {shlex.join(words)}"
         self._show(message=f"cartridge version {version} is trained and saved; {hint}")
 
     async def _train_offline(self) -> None:
@@ -388,7 +393,7 @@ class TrainingRun:
         """Return accuracy on the first `evaluate.probe_questions` held-out questions."""
         most = self._learn.evaluate.probe_questions
         measured = await self._measure("probe", "cartridge", version, most=most, sampled=False)
-        self._show(accuracy=measured["accuracy"])
+        self._show(accuracy=measured["accuracy"], measure=share_name(measured))
         return measured["accuracy"]
 
     async def _evaluate(self, arm: str, prefix: str, version: int) -> None:
@@ -408,7 +413,10 @@ class TrainingRun:
             result["routing"] = routing
         self._state.arms[arm] = result
         self._recorder.event("evaluated", arm=arm, **result)
-        self._show(accuracy=result["accuracy"], seconds_left=self._left.seconds(self._state))
+        self._show(
+            accuracy=result["accuracy"], measure=share_name(result),
+            seconds_left=self._left.seconds(self._state),
+        )  # fmt: skip
         self._watch("")
 
     async def _measure(

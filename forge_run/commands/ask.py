@@ -66,6 +66,7 @@ class AskedCartridge:
     name: str
     date: datetime | None = None
     document: Path | None = None  # its text in the store, where it was given
+    library: Path | None = None  # the store that it is from
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ def _of_library(
     yield AskedCartridge(
         label, entry.path, _model_of(entry, spec.model, library.base), spec.generator, why,
         entry.manifest.tokens, str(source.get("run", "")), str(source.get("name", "")),
-        date_of(source), entry.document if entry.document.is_file() else None,
+        date_of(source), entry.document if entry.document.is_file() else None, library.directory,
     )  # fmt: skip
 
 
@@ -400,7 +401,8 @@ def _document_of(cartridge: AskedCartridge) -> str:
     if cartridge.document is not None:
         return cartridge.document.read_text(encoding="utf-8")
     try:
-        return document_of_source({"run": cartridge.run, "name": cartridge.name}, cartridge.shown)
+        source = {"run": cartridge.run, "name": cartridge.name}
+        return document_of_source(source, cartridge.shown, cartridge.library)
     except DataError as error:
         raise DataError(
             f"{error}; name the run by --run RUN, or give the text: forge cartridges document "

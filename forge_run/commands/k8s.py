@@ -21,6 +21,7 @@ from cartridge_forge.plugins.cluster.manifests.sizing import model_size, server_
 from cartridge_forge.plugins.cluster.spec import DeploymentSpec, GpuClassSpec
 from cartridge_forge.plugins.serve.spec import load_serve
 from cartridge_forge.protocols.files import REPOSITORY
+from cartridge_forge.protocols.spec.keys import named_mesh
 from cartridge_forge.protocols.spec.loading import load_file, load_spec
 from cartridge_forge.protocols.spec.yaml_source import read_yaml
 
@@ -85,21 +86,22 @@ def chart(mesh: str, sets: Sequence[str] = ()) -> Tree:
         least, name = least_needs(spec, model_size(spec.learn.model)), spec.mesh.name
     else:
         tree, name = _server(mesh, sets, any_gpu, ""), load_serve(mesh, sets=sets).spec.name
-    command_text = " ".join(["forge k8s chart", f"meshes/{Path(mesh).name}", *settings(*sets)])
+    file = named_mesh(mesh)[0].name
+    command_text = " ".join(["forge k8s chart", f"meshes/{file}", *settings(*sets)])
     return chart_tree(tree, f"forge-{dashed(name)}", IMAGE.rpartition(":")[2], least, command_text)
 
 
 def _is_mesh(mesh: str) -> bool:
-    return "config" in read_yaml(Path(mesh), mesh).values
+    return "config" in read_yaml(*named_mesh(mesh)).values
 
 
 def _mesh(mesh: str, sets: Sequence[str], values: DeploymentSpec, values_name: str) -> Tree:
     spec = load_spec(mesh, sets=(*sets, PODS)).spec  # refuse now what cannot run in pods
-    config = Path(spec.mesh.config)
+    config, (path, _) = Path(spec.mesh.config), named_mesh(mesh)
     files = MeshFiles(
-        mesh_name=Path(mesh).name,
-        mesh_text=Path(mesh).read_text(encoding="utf-8"),
-        config_name=os.path.relpath(config, Path(mesh).absolute().parent),
+        mesh_name=path.name,
+        mesh_text=path.read_text(encoding="utf-8"),
+        config_name=os.path.relpath(config, path.absolute().parent),
         config_text=config.read_text(encoding="utf-8"),
         sets=tuple(sets),
         values_name=values_name,
@@ -111,7 +113,8 @@ def _mesh(mesh: str, sets: Sequence[str], values: DeploymentSpec, values_name: s
 
 def _server(mesh: str, sets: Sequence[str], values: DeploymentSpec, values_name: str) -> Tree:
     spec = load_serve(mesh, sets=sets).spec
-    text = Path(mesh).read_text(encoding="utf-8")
-    files = MeshFiles(Path(mesh).name, text, "", "", tuple(sets), values_name)
+    path, _ = named_mesh(mesh)
+    text = path.read_text(encoding="utf-8")
+    files = MeshFiles(path.name, text, "", "", tuple(sets), values_name)
     resources = server_resources(spec, model_size(spec.model), CARTRIDGE_TOKENS)
     return server_tree(spec, files, resources, values)

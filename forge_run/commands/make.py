@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,11 +32,15 @@ from cartridge_forge.plugins.library.names import AUTO, is_name, romanised
 from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.plugins.serve.spec import load_serve
 from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.files import models_folder
+from cartridge_forge.protocols.spec.keys import named_mesh
 from cartridge_forge.protocols.spec.loading import load_spec
 
 MESH = "documents"  # the shipped one
 MODEL_ROLES = ("generator", "doc_teacher", "trainer")
 WATCH_SECONDS = 1.0
+QUESTION = "What is this about?"  # of any document, for commands that are printed
+CHOICES = "   (--beside: also without it; -i: a chat)"
 NAME_LETTERS = 14  # a document's name of 48 letters fits behind it
 
 
@@ -64,10 +69,11 @@ def command(
     for line in check(loaded.spec.learn.model.path)[1]:
         note(line)
     settings = [*basis, *sets]
+    hint = ask_command(called, mesh, loaded.spec.learn.model.path)
     if now:
         size = in_child(_tokens, loaded.spec.learn, read, tokens, ratio)
         in_child(_first, [f"cartridge.tokens={size}", *settings], mesh, names, called)
-        print(asking(called))
+        print(f"ask it: {hint}{CHOICES}")
         return 0
     chosen = in_child(_plan, loaded.spec.learn, read, tokens, ratio, minutes, settings)
     if dry_run:
@@ -76,7 +82,7 @@ def command(
 
     if loaded.spec.learn.cartridge.start is None:
         starts = in_child(_first, [*chosen, *settings], mesh, names, called)
-        note(f"training goes on from there; {asking(called)}")
+        note(f"training goes on from there; ask it: {hint}{CHOICES}")
         settings = [*settings, f"cartridge.init={json.dumps({'from': starts})}"]
     home = (run_dir or Path("runs")).absolute() / loaded.spec.mesh.name
     with _told_when_usable(home):
@@ -88,6 +94,7 @@ def command(
     assert isinstance(code, int)
     if code == 0:
         _add(mesh, loaded.spec.learn.model.path, (home / "latest").resolve(), names, called)
+        print(f"ask it: {hint}{CHOICES}")
     return code
 
 
@@ -133,7 +140,7 @@ def _plan(
     item = model.weight.element_size()
     weights = sum(p.numel() for p in model.parameters()) * item
     sizes_held = ModelBytes(weights, 2 * layers * heads * width * item)
-    plan = planned(counts, p, minutes, rates, learn, sizes_held)
+    plan = planned(counts, p, minutes, rates, learn, sizes_held, corpus.count)
     checked = load_spec(MESH, sets=[*plan.sets, *sets]).spec.learn
     for line in (*require_documents(RsaLearn.of(checked)), *plan.told()):
         note(line)
@@ -182,13 +189,22 @@ def _first(
     return starts
 
 
-def asking(called: str) -> str:
-    """Return how the cartridges are asked."""
-    return f'ask it: forge ask {called} "QUESTION"   (--beside: also without it; -i: a chat)'
+def ask_command(called: str, serve: str, model: str) -> str:
+    """Return the command that asks the cartridges, from any folder: with the server's file where it
+    is not the shipped one, and with the model where `forge ask` would not find it by its name."""
+    words = ["forge", "ask", called, QUESTION]
+    shipped, _ = named_mesh("serve")
+    path, _ = named_mesh(serve)
+    if not path.is_file() or not path.samefile(shipped):
+        words += ["--serve", str(path.absolute())]
+    served = load_serve(serve).spec.model.path
+    if Path(model).parent != models_folder() and model != served:
+        words += ["--set", f"model.path={model}"]
+    return shlex.join(words)
 
 
 def _add(serve: str, model: str, run: Path, names: Mapping[str, str], called: str) -> None:
-    """Add the run's cartridges to the server's library, and say how they are asked."""
+    """Add the run's cartridges to the server's library."""
     from cartridge_forge.plugins.library.formats.base_model import read_base
     from cartridge_forge.plugins.library.formats.run_checkpoint import read_all
     from cartridge_forge.plugins.library.store import CartridgeStore, add_from_run
@@ -199,12 +215,14 @@ def _add(serve: str, model: str, run: Path, names: Mapping[str, str], called: st
         chosen = dict.fromkeys(chosen, called)
     for entry in add_from_run(library, run, chosen):
         print(f"{entry.manifest.name}@{entry.manifest.version}: {entry.manifest.tokens} tokens")
-    print(asking(called))
 
 
 @contextmanager
 def _told_when_usable(home: Path) -> Iterator[None]:
-    """Say on stderr when the run that starts in this block has its first checkpoint."""
+    """Say on stderr when the run that starts in this block has its first checkpoint, and how one of
+    its cartridges is asked."""
+    from cartridge_forge.plugins.library.formats.run_checkpoint import read_all
+
     existing = set(home.glob("*/checkpoints/version-*"))
     ended = threading.Event()
 
@@ -213,7 +231,8 @@ def _told_when_usable(home: Path) -> Iterator[None]:
             for checkpoint in set(home.glob("*/checkpoints/version-*")) - existing:
                 if checkpoint.name != "version-000000":
                     run = checkpoint.parent.parent
-                    note(f"a usable cartridge exists: forge ask DOCUMENT QUESTION --run {run}")
+                    words = ["forge", "ask", min(read_all(run)), QUESTION, "--run", str(run)]
+                    note(f"a usable cartridge exists: {shlex.join(words)}")
                     return
 
     watching = threading.Thread(target=watch, daemon=True)

@@ -97,7 +97,7 @@ def plan(
         report = of.size_plan(spec)
         refused = ""
     else:
-        host_cost = calibration.computes_here(spec) and of.step_workload(spec)
+        host_cost = calibration.computes_here(spec) and of.has_roofline(spec)
         host = calibration.host_peaks() if host_cost else None
         refused = refusal(spec)
         report = of.plan(spec, loaded.place, notes, host, refused)

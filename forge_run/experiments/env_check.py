@@ -21,6 +21,7 @@ from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
 from cartridge_forge.plugins.statistics.formatting import TableSection, facts, render
 from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.spec.keys import is_shipped_mesh
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.yaml_source import parse_value
 
@@ -50,7 +51,7 @@ def _checked(
 ) -> list[tuple[EnvironmentSpec, CheckPlan]]:
     """Return the environments of a target with what is played of each."""
     lines = () if script is None else tuple(script.read_text(encoding="utf-8").splitlines())
-    if not target.endswith((".yaml", ".yml")):
+    if not target.endswith((".yaml", ".yml")) and not is_shipped_mesh(target):
         spec = spec_of(target, sets, tasks)
         return [(spec, CheckPlan(tasks, turns or 8, seed, lines))]
     learn = EpisodesLearn.of(load_spec(target, sets=sets).spec.learn)

@@ -37,6 +37,7 @@ from cartridge_forge.plugins.evaluate.spec import SweepSpec
 from cartridge_forge.plugins.statistics.formatting import TableSection, count_text
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.files import write_atomically
+from cartridge_forge.protocols.spec.keys import named_config
 from cartridge_forge.protocols.spec.loading import load_file, load_spec
 from cartridge_forge.services.run_directory import RunDirectory
 
@@ -121,12 +122,14 @@ def at_once(plan: Sequence[Trial], cores: int) -> int:
 
 
 def command(
-    path: Path, *, sets: Sequence[str], seeds: int | None, jobs: int | None, run_dir: Path | None,
+    path: str, *, sets: Sequence[str], seeds: int | None, jobs: int | None, run_dir: Path | None,
     dry_run: bool,
 ) -> tuple[TableSection, ...]:  # fmt: skip
-    """Do the whole of `forge sweep`. Raises ForgeError for a bad spec and a failed run."""
-    spec = load_file(SweepSpec, path)
-    mesh = str((path.parent / spec.mesh).resolve())
+    """Do the whole of `forge sweep`; `path` may be a shipped one's name. Raises ForgeError for a
+    bad spec and a failed run."""
+    file, _ = named_config(path, "sweep", "sweep_*.yaml")
+    spec = load_file(SweepSpec, file)
+    mesh = str((file.parent / spec.mesh).resolve())
     plan = planned(spec, mesh, sets=sets, seeds=seeds)
     require_all(plan)
     if jobs is not None and jobs < 1:

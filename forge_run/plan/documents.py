@@ -56,13 +56,17 @@ def studied(learn: RsaLearn) -> tuple[RsaLearn, list[TableSection]]:
     if (more := len(rows) - MOST_ROWS) > 0:
         rows[MOST_ROWS:] = [(f"and {more} more", *[""] * (len(HEADS) - 1))]
     cartridges = len(parts.layout.cartridges)
-    cartridge_text = "a cartridge each" if cartridges == documents else f"cartridges: {cartridges}"
-    title = f"{documents} documents, {sum(counts):,} tokens, {cartridge_text}"
+    cartridge_text = (
+        "a cartridge each" if cartridges == len(counts) else f"cartridges: {cartridges}"
+    )
+    title = documents_text(parts.count, len(counts))
+    title += f", {sum(counts):,} tokens, {cartridge_text}"
     sections = [TableSection(title, HEADS, tuple(rows))]
     if odd := [*remarks(parts), *_warnings(parts, learn)]:
         sections.append(lines("left out, or read in an unusual way", odd))
     passages = [size for part in parts.parts.values() for size in passage_tokens(part, learn)]
-    sections.append(facts("self-study", study_rows(learn, len(parts.parts), passages)))
+    unit = "part" if len(counts) > parts.count else "document"
+    sections.append(facts("self-study", study_rows(learn, len(counts), passages, unit)))
     return _sized(learn, documents, sum(counts)), sections
 
 
@@ -114,7 +118,15 @@ def remarks(parts: Corpus) -> list[str]:
     return [*(f"left out: {x}" for x in parts.left_out), *(f"note: {x}" for x in parts.notes)]
 
 
-def study_rows(learn: RsaLearn, documents: int, passages: Sequence[int]) -> list[tuple[str, str]]:
+def documents_text(documents: int, parts: int) -> str:
+    """Return `3 documents`, or `3 documents in 7 parts`."""
+    text = f"{documents:,} documents"
+    return text if parts == documents else f"{text} in {parts:,} parts"
+
+
+def study_rows(
+    learn: RsaLearn, documents: int, passages: Sequence[int], unit: str = "document"
+) -> list[tuple[str, str]]:
     """Return rows on the conversations and on the most tokens that asker A and answerer B read and
     write; of `passages`, in tokens, there are none where no text is at hand."""
     study = learn.self_study
@@ -124,7 +136,7 @@ def study_rows(learn: RsaLearn, documents: int, passages: Sequence[int]) -> list
     kinds = ", ".join(
         f"{kind} {documents * by_kind[kind]:,}" for kind in study.mix if by_kind[kind]
     )
-    rows = [("turns", f"{study.questions} a document, {turns:,} in all: {kinds}")]
+    rows = [("turns", f"{study.questions} a {unit}, {turns:,} in all: {kinds}")]
     if study.rounds > 1:
         rows[0] = ("conversations", rows[0][1])
         rows.append(("rounds", f"{study.rounds}; the answer to the last is trained on"))
@@ -222,7 +234,7 @@ def _estimated(learn: RsaLearn) -> tuple[RsaLearn, list[TableSection]]:
     ]  # fmt: skip
     tables = facts("self-study", study_rows(learn, len(counts), ()))
     return _sized(learn, len(counts), sum(counts)), [
-        facts(f"{len(counts)} documents", rows),
+        facts(documents_text(len(counts), len(counts)), rows),
         tables,
     ]
 

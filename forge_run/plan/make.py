@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cartridge_forge.forge_run.plan.documents import documents_text
 from cartridge_forge.plugins.documents.spec.documents import WRITTEN_KINDS, StudyKind
 from cartridge_forge.plugins.evaluate.calibration import MachineRates
 from cartridge_forge.plugins.rsa.spec import RsaLearn
@@ -52,6 +53,7 @@ class MakePlan:
     `prompts` of a step, expected seconds, and bytes of memory."""
 
     documents: int
+    parts: int  # of long ones, which each get a cartridge
     document_tokens: int
     tokens: int
     questions: int
@@ -88,14 +90,15 @@ class MakePlan:
     def told(self) -> list[str]:
         """Return the plan in plain English, a line each."""
         rates = self.rates
-        cartridge_text = "one cartridge" if self.documents == 1 else f"{self.documents} cartridges"
+        cartridge_text = "one cartridge" if self.parts == 1 else f"{self.parts} cartridges"
+        of_parts = "part" if self.parts > self.documents else "document"
         return [
-            f"{_documents(self.documents)} of {self.document_tokens:,} tokens in all; "
-            f"{cartridge_text} of {self.tokens} tokens, "
-            f"{self.document_tokens / self.documents / self.tokens:.1f}x fewer",
+            f"{_documents(self.documents, self.parts)} of {self.document_tokens:,} tokens in "
+            f"all; {cartridge_text} of {self.tokens} tokens, "
+            f"{self.document_tokens / self.parts / self.tokens:.1f}x fewer",
             f"this machine reads {rates.forward:,.0f} tokens a second, trains on "
             f"{rates.backward:,.0f} and writes {rates.decode:,.0f}",
-            f"{self.questions} questions about each document, then {self.steps} steps of "
+            f"{self.questions} questions about each {of_parts}, then {self.steps} steps of "
             f"{self.prompts} answers, {self.step_seconds:.0f} s each",
             f"about {self.seconds / 60:.0f} minutes: the first step after "
             f"{self.start_seconds / 60:.1f}; about {bytes_text(self.memory)} of memory",
@@ -119,10 +122,12 @@ def cartridge_tokens(counts: Sequence[int], tokens: int | None, ratio: float | N
 
 def planned(
     counts: Sequence[int], tokens: int, minutes: float, rates: MachineRates, learn: RsaLearn,
-    size: ModelBytes,
+    size: ModelBytes, documents: int | None = None,
 ) -> MakePlan:  # fmt: skip
-    """Return the plan for documents of so many tokens. Raises DataError, with the minutes that it
-    takes, where not even LEAST_STEPS steps fit."""
+    """Return the plan for texts of so many tokens, which are parts of fewer `documents` where long
+    ones are cut. Raises DataError, with the minutes that it takes, where not even LEAST_STEPS steps
+    fit."""
+    documents = len(counts) if documents is None else documents
     study = learn.self_study
     assert study is not None
     seconds, total = 60 * minutes, sum(counts)
@@ -148,12 +153,13 @@ def planned(
     if steps < LEAST_STEPS:
         needed = (start + exam + LEAST_STEPS * step) / 60
         raise DataError(
-            f"{_documents(len(counts))} of {total:,} tokens take at least {needed:.0f} minutes "
-            f"here, and --minutes is {minutes:g}; raise it, or give fewer documents"
+            f"{_documents(documents, len(counts))} of {total:,} tokens take at least "
+            f"{needed:.0f} minutes here, and --minutes is {minutes:g}; raise it, or give fewer "
+            "documents"
         )
     nbytes = READERS * size.weights + 2 * total * size.token + 2 * READERS * PROCESS_BYTES
     return MakePlan(
-        len(counts), total, tokens, questions, prompts, steps, start, step,
+        documents, len(counts), total, tokens, questions, prompts, steps, start, step,
         start + steps * step + exam, nbytes, rates, round(steps * share), arms,
     )  # fmt: skip
 
@@ -181,5 +187,5 @@ def _answer_seconds(rates: MachineRates, share: float) -> float:
     return share * of_words + (1 - share) * of_own
 
 
-def _documents(count: int) -> str:
-    return "one document" if count == 1 else f"{count} documents"
+def _documents(documents: int, parts: int) -> str:
+    return "one document" if documents == parts == 1 else documents_text(documents, parts)

@@ -338,6 +338,14 @@ def _not_estimated(learn: RsaLearn) -> str:
     return "unknown: needs data.document_tokens"
 
 
+def has_roofline(spec: RunSpec) -> bool:
+    """Return whether the plan of a spec has the roofline of a step: it is known already, or once a
+    user's documents are read."""
+    learn = RsaLearn.of(spec.learn)
+    is_counted = learn.self_study is not None and learn.data.path is not None
+    return bool(step_workload(spec)) or (is_counted and not (learn.rsa or learn.episodes))
+
+
 def step_workload(spec: RunSpec) -> tuple[tuple[PhaseCost, PhaseCost], ...]:
     """Return `step_phases` of the spec's own step; empty where the plan has no roofline for it."""
     learn, shape = RsaLearn.of(spec.learn), model_shape(spec.learn.model)

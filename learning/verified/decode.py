@@ -32,8 +32,9 @@ from cartridge_forge.learning.attention import (
     over_prefixes,
     window_mask,
 )
-from cartridge_forge.learning.decode import DecodeState, draw
+from cartridge_forge.learning.decode import DecodeState
 from cartridge_forge.learning.decoder import LanguageModel, linear
+from cartridge_forge.learning.draws import draw
 from cartridge_forge.learning.verified.rules import (
     LONGEST_BLOCK,
     Verdict,
@@ -59,7 +60,11 @@ def check_draft(request: GenerateRequest) -> None:
             f"request {request.id} has draft.block {draft.block}; give it a number from 1 to "
             f"{LONGEST_BLOCK}"
         )
-    for name, value in (("grammar", request.grammar), ("prompt_logprobs", request.prompt_logprobs)):
+    for name, value in (
+        ("grammar", request.grammar),
+        ("prompt_logprobs", request.prompt_logprobs),
+        ("rules", request.rules),
+    ):
         if value:
             raise DataError(
                 f"request {request.id} has {name} and a draft, which are not served together; "
@@ -235,7 +240,7 @@ class VerifiedBatch:
                 named = logprobs[at, : self._model.tokens]
                 values, likeliest = named.topk(min(state.top_wanted, len(named)))
                 top = tuple(zip(likeliest.tolist(), values.tolist(), strict=True))
-            state.add(token, logprob, top, token in self._end_ids)
+            state.add(token, logprob, top, state.ends(token, self._end_ids))
             if state.reason:
                 return
 

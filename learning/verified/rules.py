@@ -27,7 +27,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from cartridge_forge.learning.decode import truncated, uniforms
+from cartridge_forge.learning.draws import truncated, uniforms
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import Sampling, require_ids, stream_seed
 
@@ -52,7 +52,7 @@ class Verdict:
 def verification_draws(seed: int, first: int, count: int) -> Tensor:
     """Return the uniforms [count, 2] (float64, in [0, 1)) of the places `first` to `first + count`
     of the response with this seed: the first column accepts or refuses the proposed token, the
-    second draws the teacher's. They are independent of the draws of `learning.decode.uniforms`, by
+    second draws the teacher's. They are independent of the draws of `learning.draws.uniforms`, by
     which the student proposes."""
     return uniforms(stream_seed(f"verification/{seed}"), 2 * count, 2 * first).view(count, 2)
 

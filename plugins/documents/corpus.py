@@ -65,6 +65,11 @@ class Corpus:
     notes: tuple[SkippedFile, ...]
 
     @property
+    def count(self) -> int:
+        """Return how many texts of the user's the parts are of."""
+        return len({part.document.name for part in self.parts.values()})
+
+    @property
     def texts(self) -> dict[str, str]:
         return {name: part.text for name, part in self.parts.items()}
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cartridge_forge.plugins.documents.readers.html_text import html_text
+from cartridge_forge.plugins.documents.readers.markdown_text import markdown_text
 from cartridge_forge.plugins.documents.readers.office import (
     docx_text,
     epub_text,
@@ -106,6 +107,15 @@ def _strictly(data: bytes, encoding: str) -> str:
 def read_text(data: bytes, how: ReadOptions) -> list[FileText]:
     """Return the file's text."""
     return [FileText(*decode(data, how.encoding))]
+
+
+def read_markdown(data: bytes, how: ReadOptions) -> list[FileText]:
+    """Return what a reader sees of a page, as Markdown: no badges and no tags of images."""
+    text, encoding = decode(data, how.encoding)
+    prose = markdown_text(text)
+    if text.strip() and not prose.strip():
+        raise DataError("is a page of images without text; write what they show, or leave it out")
+    return [FileText(prose, encoding)]
 
 
 def read_html(data: bytes, how: ReadOptions) -> list[FileText]:
@@ -213,7 +223,8 @@ def read_notebook(data: bytes, how: ReadOptions) -> list[FileText]:
 
 
 def _cell_parts(cell: Mapping[str, Any]) -> Iterator[str]:
-    yield _lines_of(cell.get("source", cell.get("input", "")))
+    source = _lines_of(cell.get("source", cell.get("input", "")))
+    yield markdown_text(source) if cell.get("cell_type") == "markdown" else source
     for output in cell.get("outputs", ()):
         data = output.get("data", output)
         if output.get("output_type") != "error":
@@ -249,8 +260,8 @@ def read_epub(data: bytes, how: ReadOptions) -> list[FileText]:
 
 READERS: Mapping[str, Reader] = {
     ".txt": read_text,
-    ".md": read_text,
-    ".markdown": read_text,
+    ".md": read_markdown,
+    ".markdown": read_markdown,
     ".rst": read_text,
     ".adoc": read_text,
     ".org": read_text,

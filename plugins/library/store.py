@@ -344,7 +344,8 @@ def _is_in_use(folder: Path) -> bool:
 
 
 RESULTS = "results.json"  # of a run directory, replaced whole at its end (services.run_directory)
-IMPORTED = ".imported"  # in the store: ids of the runs that `add_finished` added
+IMPORTED = ".imported"  # in the store: RUN of finished runs that it has, or RUN/CARTRIDGE of one
+RUNS = ".runs"  # in the store: RUN<tab>DIRECTORY of each run that cartridges came from
 
 
 def add_from_run(
@@ -352,16 +353,38 @@ def add_from_run(
 ) -> list[CartridgeVersion]:
     """Add the cartridges of a run: all, or those in `names`, {name in the run: name in the store}.
 
-    Each gets the terms that the run has of it. Raises DataError or CheckpointError.
+    Each gets the terms that the run has of it. The store notes where the run is, and which
+    cartridges of a finished one it has, for `add_finished`. Raises DataError or CheckpointError.
     """
     from cartridge_forge.plugins.library.formats import run_checkpoint  # imports torch
 
-    have = run_checkpoint.read_all(path, names or None)
-    terms = read_terms(run_checkpoint.run_of(path) / TERMS)
-    return [
+    have, run = run_checkpoint.read_all(path, names or None), run_checkpoint.run_of(path)
+    terms = read_terms(run / TERMS)
+    added = [
         add_cartridge(library, new, have[name], {}, terms.get(name, ()))
         for name, new in (names or {name: name for name in have}).items()
     ]
+    _note(library.directory / RUNS, f"{run.name}\t{run}")
+    if path.resolve() == run and _is_finished(run):
+        for name in have:
+            _note(library.directory / IMPORTED, f"{run.name}/{name}")
+    return added
+
+
+def noted_run(library: Path, run: str) -> Path | None:
+    """Return where the run of an id was when its cartridges were added to the store in `library`;
+    None where this was not noted."""
+    file = library / RUNS
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    noted = dict(line.split("\t", 1) for line in lines if "\t" in line)
+    return Path(noted[run]) if run in noted else None
+
+
+def _note(file: Path, line: str) -> None:
+    """Append a line to a file that does not have it."""
+    if not file.is_file() or line not in file.read_text(encoding="utf-8").splitlines():
+        with file.open("a", encoding="utf-8") as opened:
+            opened.write(f"{line}\n")
 
 
 def add_cartridge(
@@ -391,20 +414,23 @@ def add_finished(library: CartridgeStore, root: Path) -> tuple[list[CartridgeVer
     """Add the cartridges of all finished runs in `root` that were not added before. Returns the new
     versions, and why runs were skipped: most often they are for another base model. Each run is
     added once, so a version that was dropped since is not added again."""
+    from cartridge_forge.plugins.library.formats import run_checkpoint  # imports torch
+
     added: list[CartridgeVersion] = []
     passed: list[str] = []
     noted = library.directory / IMPORTED
-    run_names = set(noted.read_text().splitlines()) if noted.is_file() else set()
+    lines = set(noted.read_text().splitlines()) if noted.is_file() else set()
     for run in finished_runs(root):
-        if run.name in run_names:
+        if run.name in lines:
             continue
         try:
-            added += add_from_run(library, run)
+            names = [n for n in run_checkpoint.read_all(run) if f"{run.name}/{n}" not in lines]
+            if names:
+                added += add_from_run(library, run, {name: name for name in names})
         except (DataError, CheckpointError) as error:
             passed.append(f"{run}: {error}")
             continue
-        with noted.open("a") as file:
-            file.write(f"{run.name}\n")
+        _note(noted, run.name)
     return added, passed
 
 

@@ -97,12 +97,19 @@ class TextPiece:
 
 
 class Detokenizer:
-    """Turn the tokens of one response into pieces. `count` is the number of tokens read."""
+    """Turn the tokens of one response into pieces. `count` is the number of tokens read. Those of
+    `stop_ids`, with which a response ends, are not in its text."""
 
-    def __init__(self, decode: Decode, stops: Sequence[str], end_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        decode: Decode,
+        stops: Sequence[str],
+        end_ids: frozenset[int],
+        stop_ids: Sequence[int] = (),
+    ) -> None:
         self._text = TokenText(decode)
         self._filter = StopFilter(stops)
-        self._end_ids = end_ids
+        self._end_ids, self._stop_ids = end_ids, frozenset(stop_ids)
         self._pending: list[TokenRecord] = []
         self.count = 0
 
@@ -118,7 +125,7 @@ class Detokenizer:
             logprob = chunk.logprobs[i] if chunk.logprobs else None
             token = TokenRecord(chunk.token_ids[i], logprob, top, len(self._text.text))
             self.count += 1
-            if self._filter.cut is None:
+            if self._filter.cut is None and token.id not in self._stop_ids:
                 self._pending.append(token)
                 text += self._filter.feed(self._text.add(token.id))
         return TextPiece(text, self._sent_tokens())

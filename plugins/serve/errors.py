@@ -41,6 +41,7 @@ KINDS = {
 
 RESPONSES_PATH = "/v1/responses"
 MESSAGES_PATH = "/v1/messages"  # Anthropic's API
+COUNT_PATH = f"{MESSAGES_PATH}/count_tokens"
 MESSAGES_KINDS = {
     413: "request_too_large", 500: "api_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
@@ -89,7 +90,7 @@ class ApiError(HTTPException):
     def body(self, path: str) -> dict[str, Any]:
         """Return the body of the reply of a route: an `ErrorAnswer` as plain data. That of
         Anthropic's has its words for the type, and a type of its own."""
-        foreign = path == MESSAGES_PATH
+        foreign = path in (MESSAGES_PATH, COUNT_PATH)
         kind = (MESSAGES_KINDS if foreign else {}).get(self.status_code)
         kind = kind or KINDS.get(self.status_code, "service_error")
         fields = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}

@@ -53,6 +53,7 @@ from cartridge_forge.plugins.serve.structured.call_reading import (
     CallReader,
     with_calls,
 )
+from cartridge_forge.plugins.wire.anthropic_messages import MessagesRequest
 from cartridge_forge.plugins.wire.openai_chat import (
     CartridgeInfo,
     ForgeExtension,
@@ -71,6 +72,7 @@ from cartridge_forge.protocols.step import (
 )
 
 Body = TypeVar("Body")
+Parsed = TypeVar("Parsed")
 Parse = Callable[[RequestParser, Body], ServingRequest]
 RETRY_SECONDS = 5  # a lost generator is replaced in about as many
 CARTRIDGE_HEADER = "x-forge-cartridge"
@@ -120,9 +122,12 @@ class RequestHandler:
             )
         return self._parsers[caller.name]
 
-    async def parse(self, caller: Caller, body: Body, parse: Parse[Body]) -> ServingRequest:
-        """Return the caller's parsed request. A model that the router chooses is chosen on a thread
-        of its own, between a parse that ends there and another. Raises ApiError."""
+    async def parse(
+        self, caller: Caller, body: Body, parse: Callable[[RequestParser, Body], Parsed]
+    ) -> Parsed:
+        """Return what a method of the caller's parser makes of a request. A model that the router
+        chooses is chosen on a thread of its own, between a parse that ends there and another.
+        Raises ApiError."""
         loop, parser = asyncio.get_running_loop(), self.parser(caller)
         try:
             return await loop.run_in_executor(self.parsing, parse, parser, body)
@@ -170,6 +175,13 @@ class RequestHandler:
         if request.strategy is None:
             answering.sample()
         return answering
+
+    async def count(self, scope: Scope, body: MessagesRequest) -> int:
+        """Return the prompt tokens of messages. Raises ApiError as `begin` does for their
+        fields."""
+        caller = scope[CALLER]
+        with caller.quota.let_in():
+            return await self.parse(caller, body, RequestParser.message_tokens)
 
     def turn(self, key: str, cost: RequestCost) -> AbstractAsyncContextManager[None]:
         """Return what lets a request of the key start in its turn; of one key, at once."""
@@ -334,7 +346,8 @@ class AnswerContext:
         assert work is not None
         index = {call.id: i for i, call in enumerate(calls)}
         decode = config.texts.decode_calls if request.tools else config.texts.decode
-        texts = [Detokenizer(decode, request.stops, config.end_ids) for _ in calls]
+        ends = config.end_ids, request.stop_ids
+        texts = [Detokenizer(decode, request.stops, *ends) for _ in calls]
         called = self._call_readers()
         first = True
         while True:

@@ -13,6 +13,7 @@ from cartridge_forge.plugins.serve.routing import RoutedChoice
 from cartridge_forge.plugins.serve.structured.tools import ToolOffer
 from cartridge_forge.plugins.serve.tokenization import TokenizedPrompt
 from cartridge_forge.protocols.grammar import ResponseGrammar
+from cartridge_forge.protocols.logit_rules import LogitRules
 from cartridge_forge.protocols.records.run_files import date_of
 from cartridge_forge.protocols.step import (
     Draft,
@@ -44,7 +45,8 @@ class ServingRequest:
     model; `routed` tells how the router chose the only one. With a strategy, which reads
     `messages`, there is one prompt and one response. `tools` are those that responses may call.
     Where prompts are echoed `sampling.max_tokens` may be 0: then nothing is sampled. `verify` tells
-    how the document of the only cartridge verifies the responses, None: not at all."""
+    how the document of the only cartridge verifies the responses, None: not at all. The first of
+    `stop_ids` ends a response, whose text does not have it."""
 
     id: str
     model: str
@@ -62,6 +64,8 @@ class ServingRequest:
     grammar: ResponseGrammar | None = None
     tools: ToolOffer | None = None
     verify: VerifyMode | None = None
+    rules: LogitRules | None = None
+    stop_ids: tuple[int, ...] = ()
 
     @property
     def echo(self) -> bool:
@@ -108,6 +112,8 @@ def requests_of(
             logprobs=request.top_logprobs is not None,
             document_ids=document_ids,
             draft=draft,
+            rules=request.rules,
+            stop_ids=request.stop_ids,
         )
         for p, prompt in enumerate(request.prompts)
         for i in range(request.n)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 from cartridge_forge.learning.decode import LEAST_MASS
@@ -51,6 +51,7 @@ from cartridge_forge.plugins.wire.openai_chat import (
 from cartridge_forge.plugins.wire.openai_responses import ResponsesRequest
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.grammar import ResponseGrammar
+from cartridge_forge.protocols.logit_rules import LogitRules
 from cartridge_forge.protocols.step import Sampling
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 
@@ -61,6 +62,19 @@ Entries = tuple[CartridgeVersion, ...]
 _MODES: Mapping[bool | str, VerifyMode | None] = {
     True: "exact", False: None, "after": "after", "auto": "auto",
 }  # fmt: skip
+
+
+_BODY_NAMES = {"bias": "logit_bias"}
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """Hold a chat as the model reads it, and what its responses must match and may call."""
+
+    prompt: TokenizedPrompt
+    messages: tuple[AgentMessage, ...]
+    grammar: ResponseGrammar | None
+    offer: ToolOffer | None
 
 
 class RouteNeeded(Exception):
@@ -151,6 +165,16 @@ class RequestParser:
     def messages(self, body: MessagesRequest) -> ServingRequest:
         return self._translated("msg", messages_api.chat_of(body), body.stream)
 
+    def message_tokens(self, body: MessagesRequest) -> int:
+        """Return the prompt tokens of Anthropic's messages, as the usage of their reply has
+        them."""
+        fields = messages_api.chat_of(body)
+        with renaming(fields.places):
+            chat = fields.chat(stream=False)
+            forge = chat.forge or NO_OPTIONS
+            entries, _ = self._entries(self._name(chat.model, forge), forge, _question(chat))
+            return self._chat_prompt(chat, entries).prompt.counted
+
     def _translated(self, kind: str, chat: ChatFields, stream: bool | None) -> ServingRequest:
         """Parse another API's request as the chat that it is."""
         with renaming(chat.places):
@@ -179,7 +203,7 @@ class RequestParser:
                     f"there is no strategy {name.strategy}; GET /v1/models lists those there are"
                 )
         if name.cartridge not in (None, CartridgeName(AUTO)):
-            self._entry(name.cartridge)
+            self._entry(name.cartridge, "model")
         return name
 
     def _name(self, model: str, forge: ForgeOptions) -> ModelName:
@@ -240,8 +264,8 @@ class RequestParser:
             raise route
         return (route.entry,), route
 
-    def _entry(self, cartridge: CartridgeName) -> CartridgeVersion:
-        with refusing(404, "forge.cartridge", "cartridge_not_found"):
+    def _entry(self, cartridge: CartridgeName, param: str = "forge.cartridge") -> CartridgeVersion:
+        with refusing(404, param, "cartridge_not_found"):
             return self._permitted(cartridge)
 
     def _permitted(self, cartridge: CartridgeName) -> CartridgeVersion:
@@ -270,6 +294,15 @@ class RequestParser:
                 "max_tokens and max_completion_tokens are one limit and differ; give one",
                 "max_tokens",
             )
+        chat = self._chat_prompt(body, entries)
+        return self._parsed(
+            "chatcmpl", body, entries, (chat.prompt,), next(iter(limits), None),
+            (body.top_logprobs or 0) if body.logprobs else None, chat.messages, chat.grammar,
+            chat.offer,
+        )  # fmt: skip
+
+    def _chat_prompt(self, body: ChatRequest, entries: Entries) -> ChatPrompt:
+        """Return a chat as the model reads it."""
         offer = offer_of(body, self._texts.calls, self._grammars)
         grammar = grammar_of(body, self._grammars)
         if offer is not None and grammar is not None:
@@ -278,15 +311,63 @@ class RequestParser:
                 'tool_choice: "none", or leave one out',
                 "tools",
             )
+        self._require_unread_variables(body)
         messages = messages_of(body.messages, self._texts.calls)
         self._require_short(sum(self._texts.fewest(m.content) for m in messages), "messages")
         tools = offer.tools if offer else ()
         prompt = self._texts.chat(messages, bool(entries), tools, chat_date(entries))
-        return self._parsed(
-            "chatcmpl", body, entries, (prompt,), next(iter(limits), None),
-            (body.top_logprobs or 0) if body.logprobs else None, messages,
-            offer.grammar if offer else grammar, offer,
-        )  # fmt: skip
+        return ChatPrompt(prompt, messages, offer.grammar if offer else grammar, offer)
+
+    def _require_unread_variables(self, body: ChatRequest) -> None:
+        """Raise ApiError for a variable that the chat template reads. Those that it does not read
+        have no effect, as in vLLM."""
+        variables = {
+            f"chat_template_kwargs.{name}": name for name in body.chat_template_kwargs or ()
+        }
+        if body.reasoning_effort is not None:
+            variables["reasoning_effort"] = "reasoning_effort"
+        for param, name in variables.items():
+            if self._texts.template_mentions(name):
+                raise bad_request(
+                    f"{param} is not served: the chat template of {self.model} reads it, and a "
+                    "chat is rendered as the cartridges were trained, with the template's own "
+                    "default; leave it out",
+                    param,
+                    "unsupported",
+                )
+
+    def _rules(self, body: SamplingFields) -> LogitRules | None:
+        """Return the changes of logits that a body asks for, None for none."""
+        bias = dict[int, float]()
+        for key, number in (body.logit_bias or {}).items():
+            is_id = key.isascii() and key.isdecimal() and len(key) < 10
+            if not is_id or int(key) >= self._texts.vocabulary:
+                raise bad_request(
+                    f"logit_bias has the key {key[:20]!r}; its keys are token ids as text, "
+                    f'"0" to "{self._texts.vocabulary - 1}"',
+                    "logit_bias",
+                )
+            if number:
+                bias[int(key)] = min(100.0, max(-100.0, number))  # as vLLM does
+        rules = LogitRules(
+            tuple(bias.items()),
+            1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            body.frequency_penalty or 0.0,
+            body.presence_penalty or 0.0,
+            body.min_p or 0.0,
+        )
+        return None if rules == LogitRules() else rules
+
+    def _stop_ids(self, body: SamplingFields) -> tuple[int, ...]:
+        stop_ids = tuple(dict.fromkeys(body.stop_token_ids or ()))
+        for token in stop_ids:
+            if token >= self._texts.vocabulary:
+                raise bad_request(
+                    f"stop_token_ids has {token}, and this model has ids from 0 to "
+                    f"{self._texts.vocabulary - 1}",
+                    "stop_token_ids",
+                )
+        return stop_ids
 
     def _completion(self, body: CompletionRequest, entries: Entries) -> ServingRequest:
         raw = body.prompt
@@ -335,7 +416,7 @@ class RequestParser:
             sampling=Sampling(
                 temperature=1.0 if body.temperature is None else body.temperature,
                 top_p=top_p,
-                top_k=body.top_k or 0,
+                top_k=max(0, body.top_k or 0),
                 max_tokens=self._room(prompts, entries, most),
             ),
             seed=drawn_seed(request_id) if body.seed is None else body.seed,
@@ -346,6 +427,8 @@ class RequestParser:
             messages=messages,
             grammar=grammar,
             tools=offer,
+            rules=self._rules(body),
+            stop_ids=self._stop_ids(body),
         )
 
     def _room(
@@ -397,6 +480,8 @@ class RequestParser:
             ("n", request.n > 1),
             ("stop", bool(request.stops)),
             ("top_k", request.sampling.top_k > 0),
+            ("stop_token_ids", bool(request.stop_ids)),
+            *((_BODY_NAMES.get(n, n), True) for n in _changes(request.rules)),
             ("logprobs", request.top_logprobs is not None),
             ("tools", request.tools is not None),
             ("response_format", request.grammar is not None),
@@ -431,6 +516,9 @@ class RequestParser:
             why = "is not served with echo; leave one out"
         elif mode != "after" and (request.tools is not None or request.grammar is not None):
             why = "true and auto are not served with tools or a response_format; ask for after"
+        elif mode != "after" and request.rules is not None:
+            changed = " and ".join(_BODY_NAMES.get(n, n) for n in _changes(request.rules))
+            why = f"true and auto are not served with {changed}; ask for after"
         elif mode == "exact" and not self._drafts:
             why = (
                 "true needs the embedded engine, which verifies drafts, and generator.backend is "
@@ -446,6 +534,12 @@ class RequestParser:
             "several requests",
             "n",
         )
+
+
+def _changes(rules: LogitRules | None) -> list[str]:
+    """Return the fields in which rules of logits differ from none."""
+    none = vars(LogitRules())
+    return [name for name, value in vars(rules or LogitRules()).items() if value != none[name]]
 
 
 def _with_fingerprint(request: ServingRequest, body: SamplingFields) -> ServingRequest:

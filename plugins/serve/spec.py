@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from cartridge_forge.plugins.replay.spec import open_url
 from cartridge_forge.plugins.strategies.spec import ProcessRewardSpec
-from cartridge_forge.protocols.files import REPOSITORY
+from cartridge_forge.protocols.files import REPOSITORY, library_folder
 from cartridge_forge.protocols.secrets import SecretName
 from cartridge_forge.protocols.spec.base import AsTuple, LocalPath, SpecSection, broken
 from cartridge_forge.protocols.spec.keys import SpecFile
@@ -267,12 +267,11 @@ SERVER_FILE = SpecFile(ServeSpec, "a server", "meshes/serve.yaml", "serve it wit
 
 
 def load_serve(path: str, *, sets: Sequence[str] = ()) -> LoadedFile[ServeSpec]:
-    """Read and check `meshes/serve.yaml` with `--set` overrides. Raises SpecError as `load_spec`
-    does."""
+    """Read and check `meshes/serve.yaml` with `--set` overrides. The shipped file, as it is, has
+    the library of the user's home, from whichever folder. Raises SpecError as `load_spec` does."""
     loaded = load_sets(SERVER_FILE, ServeSpec, path, sets)
-    spec, home = loaded.spec, loaded.place("library").directory
-    if home == REPOSITORY / "meshes" and not (REPOSITORY / "pyproject.toml").is_file():
-        # An installed package holds nothing of a user's: the library is where the runs are.
-        spec = spec.model_copy(update={"library": str(Path.cwd() / "library")})
+    spec, file_folder = loaded.spec, loaded.place("library").directory.resolve()
+    if file_folder == REPOSITORY / "meshes" and Path(spec.library) == REPOSITORY / "library":
+        spec = spec.model_copy(update={"library": str(library_folder())})
     model = settled(spec.model, gpus=spec.roles.generator.gpus > 0, here=True)
     return LoadedFile(spec.model_copy(update={"model": model}), loaded.places)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -113,6 +114,11 @@ class Tokenization:
         if len(self._dated) > DATES:
             self._dated.popitem(last=False)
         return renderer
+
+    def template_mentions(self, name: str) -> bool:
+        """Return whether the chat template may read a variable: whether it has that word."""
+        template = str(self.tokenizer.chat_template)
+        return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
     def fewest(self, text: str) -> int:
         """Return a number of tokens that the text has at least, without reading it."""

@@ -35,17 +35,35 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate
 
 from cartridge_forge.learning.cartridge import CartridgeId, Fingerprints, shifted
-from cartridge_forge.learning.decode import uniforms
+from cartridge_forge.learning.draws import uniforms
 from cartridge_forge.learning.model.control_tokens import token_count
 from cartridge_forge.learning.model.loading import frequencies_of, tokenizer_of
 from cartridge_forge.plugins.grammar.grammar import Grammars
 from cartridge_forge.plugins.vllm.draws import GrammarFollower, SeededRow, leave_drawn
 from cartridge_forge.plugins.vllm.kv_layout import KVFill, PromptCartridge, kv_heads, pieces, slots
 from cartridge_forge.protocols.grammar import ResponseGrammar
+from cartridge_forge.protocols.logit_rules import LogitRules
 from cartridge_forge.protocols.step import Sampling
 
 LOADED = "cartridges"  # key in kv_transfer_params: [name, since, P] of each, in order
-DRAWN = "draw"  # key in extra_args: [seed, temperature, top_p, top_k, first draw, grammar]
+DRAWN = "draw"  # key in extra_args: the fields of `SentDraw`
+
+
+@dataclass(frozen=True)
+class SentDraw:
+    """Hold how `SeededDraw` draws a request's tokens, as plain data that vLLM passes on.
+    `prompt_tokens` are those of the prompt behind its prefix. `rules` are the fields of
+    `LogitRules`. `stop_ids` end a response without being end tokens of the model."""
+
+    seed: int
+    temperature: float
+    top_p: float
+    top_k: int
+    first: int
+    grammar: tuple[Any, ...] | None
+    prompt_tokens: int
+    rules: dict[str, Any] | None
+    stop_ids: list[int]
 
 
 @dataclass
@@ -231,18 +249,21 @@ class SeededDraw(LogitsProcessor):
         drawn = (parameters.extra_args or {}).get(DRAWN)
         if drawn is None:
             return None
-        seed, temperature, top_p, top_k, first, grammar = drawn
+        sent = SentDraw(**drawn)
         assert parameters.max_tokens is not None
-        stream = uniforms(seed, parameters.max_tokens, first)
+        stream = uniforms(sent.seed, parameters.max_tokens, sent.first)
         follower = None
-        if grammar is not None:
-            ends = tuple(parameters.stop_token_ids or ())
+        if sent.grammar is not None:
+            ends = tuple(i for i in parameters.stop_token_ids or () if i not in sent.stop_ids)
             if ends not in self._grammars:
                 read = partial(tokenizer_of, self._path)
                 self._grammars[ends] = Grammars(read, frozenset(ends))
             compiler = self._grammars[ends]
-            follower = GrammarFollower(compiler.matcher(ResponseGrammar(*grammar)), ends)
-        return SeededRow(Sampling(temperature, top_p, top_k), stream, tokens, follower)
+            follower = GrammarFollower(compiler.matcher(ResponseGrammar(*sent.grammar)), ends)
+        sampling = Sampling(sent.temperature, sent.top_p, sent.top_k)
+        prompt_ids = () if prompt is None else prompt[len(prompt) - sent.prompt_tokens :]
+        rules = None if sent.rules is None else LogitRules(**sent.rules)
+        return SeededRow(sampling, stream, tokens, follower, rules, prompt_ids)
 
 
 class CartridgeExtension:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cartridge_forge.learning.decode import draw
+from cartridge_forge.learning.draws import draw, leave_likely, penalise
 from cartridge_forge.plugins.grammar.grammar import GrammarMatcher
+from cartridge_forge.protocols.logit_rules import LogitRules
 from cartridge_forge.protocols.step import Sampling
 
 
@@ -35,28 +36,34 @@ class GrammarFollower:
 class SeededRow:
     """Hold a row of a batch whose next token is drawn, or at temperature 0 the likeliest.
 
-    `uniforms` are the request's draws (`learning.decode.uniforms`). `tokens` is a
+    `uniforms` are the request's draws (`learning.draws.uniforms`). `tokens` is a
     list that the engine keeps filling, so its length is the index of the next draw. `grammar`
-    leaves what may come next.
+    leaves what may come next; `rules` change the logits, of which some count `prompt_ids`.
     """
 
     sampling: Sampling
     uniforms: Tensor
     tokens: Sequence[int]
     grammar: GrammarFollower | None = None
+    rules: LogitRules | None = None
+    prompt_ids: Sequence[int] = ()
 
 
 def leave_drawn(logits: Tensor, rows: Mapping[int, SeededRow]) -> Tensor:
     """Return logits [B, V], changed in place, in which each drawn row allows only its drawn token,
-    and a greedy one only what its grammar does.
+    and a greedy one only what its grammar does, with the logits of its rules.
 
     Draw t of a request depends on its seed and t alone: not on the rest of the batch, nor on
     chunked prefill, nor on preemptions.
     """
     groups: dict[Sampling, list[int]] = {}
     for index, row in rows.items():
+        if row.rules is not None:
+            penalise(logits[index], row.rules, row.prompt_ids, row.tokens)
         if row.grammar is not None:
             row.grammar.leave_allowed(logits[index], row.tokens)
+        if row.rules is not None:
+            leave_likely(logits[index], row.rules, row.sampling.temperature)
         if row.sampling.temperature > 0:
             groups.setdefault(row.sampling, []).append(index)
     for sampling, indices in groups.items():

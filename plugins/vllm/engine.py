@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import asdict, astuple, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from cartridge_forge.plugins.vllm.connector import (
     CartridgeConnector,
     CartridgeExtension,
     SeededDraw,
+    SentDraw,
 )
 from cartridge_forge.plugins.vllm.kv_layout import (
     PLACEHOLDER,
@@ -141,16 +142,20 @@ class VllmEngine:
         sampling = request.sampling
         # A grammar that fails is noticed here, by a matcher beside the worker's own.
         followed = stream or row.stopper is not None or row.grammar is not None
-        if sampling.temperature > 0 or row.grammar is not None:
-            extra[DRAWN] = [
+        stop_ids = [i for i in request.stop_ids if i not in self._end_ids]
+        if sampling.temperature > 0 or row.grammar is not None or request.rules is not None:
+            drawn = SentDraw(
                 request.seed, sampling.temperature, sampling.top_p, sampling.top_k,
-                request.first_draw, request.grammar and astuple(request.grammar),
-            ]  # fmt: skip
+                request.first_draw, None if request.grammar is None else astuple(request.grammar),
+                len(request.prompt_ids), None if request.rules is None else asdict(request.rules),
+                stop_ids,
+            )  # fmt: skip
+            extra[DRAWN] = vars(drawn)
         parameters = SamplingParams(
             temperature=0.0,  # SeededDraw leaves the drawn token alone to choose from
             max_tokens=sampling.max_tokens,
-            stop_token_ids=self._end_ids,
-            ignore_eos=True,  # end_ids alone end a response, as with the embedded backend
+            stop_token_ids=[*self._end_ids, *stop_ids],
+            ignore_eos=True,  # these ids alone end a response, as with the embedded backend
             logprobs=row.top_wanted if row.keeps_logprobs else None,
             prompt_logprobs=max(1, request.top_logprobs) if request.prompt_logprobs else None,
             # vLLM would skip the connector as well, and compute the placeholders as tokens.
@@ -234,7 +239,7 @@ class VllmEngine:
             self._streams.discard(key)
             yield key, completed(self._running.pop(key), output)
             return
-        sent, ends = len(row.tokens), set(self._end_ids)
+        sent, ends = len(row.tokens), frozenset(self._end_ids)
         if output.prompt_logprobs is not None and not row.prompt_logprobs:
             read = of_prompt(row.request, output)
             row.prompt_logprobs, row.prompt_likeliest, row.prompt_top = read
@@ -243,7 +248,7 @@ class VllmEngine:
             if row.reason:
                 break
             top = () if at is None else likeliest(at, row.top_wanted)
-            row.add(token, at and at[token].logprob, top, token in ends)
+            row.add(token, at and at[token].logprob, top, row.ends(token, ends))
         if key in self._streams and len(row.tokens) > sent:
             yield key, row.chunk(sent)
         if row.reason:

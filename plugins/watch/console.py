@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cartridge_forge.protocols.records.run_files import ARMS, PHASES, WITHIN
+from cartridge_forge.protocols.records.run_files import ARMS, PHASES, WITHIN, share_name
 from cartridge_forge.protocols.records.status import RunStatus
 
 UNKNOWN = "-"
@@ -95,7 +95,7 @@ class ConsoleDisplay:
         fields = (
             (f"step {{}}/{status.steps}", status.step if status.steps else None),
             ("kl {:.4f}", status.kl), ("reward {:.3f}", status.reward),
-            ("accuracy {:.1%}", status.accuracy),
+            (f"{status.measure} {{:.1%}}", status.accuracy),
             ("cartridge v{}", status.version if status.steps else None),
             ("{:,.0f} tokens/s", status.tokens_per_second), ("{} left", remaining),
             ("{}", status.message if status.message != last_message else None),
@@ -110,7 +110,7 @@ class ConsoleDisplay:
         facts.add_row("KL", self._kl_text(status.kl))
         if status.reward is not None:
             facts.add_row("reward", number(status.reward, ".3f"))
-        facts.add_row("accuracy", percent(status.accuracy))
+        facts.add_row(status.measure, percent(status.accuracy))
         facts.add_row("cartridge", f"version {status.version}")
         facts.add_row("tokens/s", number(status.tokens_per_second, ",.0f"))
         facts.add_row("phases", _phase_text(status))
@@ -137,7 +137,8 @@ class ConsoleDisplay:
 
 
 def arms_table(results: Mapping[str, Any]) -> Table:
-    """Return a table of the arms: greedy accuracy with its interval, and sampled accuracy; F1
+    """Return a table of the arms: greedy accuracy with its interval, and sampled accuracy, or the
+    agreement with the teacher in their place; F1
     where answers are free text, and the share that the teacher accepts of verified rollouts."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("arm", no_wrap=True)
@@ -145,7 +146,7 @@ def arms_table(results: Mapping[str, Any]) -> Table:
     f1 = {name: arm["f1"] for name, arm in arms.items() if arm and arm.get("f1") is not None}
     verified = results.get("verified")
     more = (["F1"] if f1 else []) + (["accepted"] if verified else [])
-    for heading in ("accuracy", *HEADS, "sampled", *more):
+    for heading in (measure_name(arms), *HEADS, "sampled", *more):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, *cells in arm_rows(arms):
         style = ("bold" if name == "on_policy" else None) if arms.get(name) else "dim"
@@ -154,6 +155,13 @@ def arms_table(results: Mapping[str, Any]) -> Table:
             last.append(percent(verified["last"] if name == "on_policy" else None))
         table.add_row(name, *cells[: 2 + len(HEADS)], *last, style=style)
     return table
+
+
+def measure_name(arms: Mapping[str, Any]) -> str:
+    """Return what the arms' shares are: the agreement with the teacher where no answers are known,
+    else the accuracy."""
+    agree = any(share_name(arm) == "agreement" for arm in arms.values() if arm)
+    return "agreement" if agree else "accuracy"
 
 
 def arm_rows(arms: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:

@@ -100,30 +100,35 @@ class DisabledThinking(RequestPart):
     type: Literal["disabled"]
 
 
-class MessagesRequest(RequestPart):
+class CountTokensRequest(RequestPart):
+    """Read what the prompt of a message is made of."""
+
     model: str = Field(
         max_length=320, description="auto or BASE[+CARTRIDGE[@VERSION]], [:STRATEGY]"
     )
-    max_tokens: int = Field(ge=1, description="most tokens of the response")
     messages: list[SentMessage] = Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)
     system: str | TextBlocks | None = None
     tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
+    output_config: OutputConfig | None = None
+    forge: ForgeOptions | None = Field(None, description="extension: cartridge and strategy")
+    # Not served: neutral values only.
+    thinking: DisabledThinking | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: int = Field(ge=1, description="most tokens of the response")
     temperature: float | None = Field(None, ge=0, le=1, description="0 is greedy; default 1")
     top_p: float | None = Field(None, ge=0, le=1, description="nucleus mass; default 1")
     top_k: int | None = Field(None, ge=0, description="tokens kept; 0, the default: all")
     stop_sequences: Annotated[list[StopString], Field(max_length=16)] | None = None
-    output_config: OutputConfig | None = None
     stream: bool | None = Field(None, description="server-sent events")
     seed: int | None = Field(
         None, ge=-(2**63), le=MAX_SEED, description="extension: the same gives the same tokens"
     )
-    forge: ForgeOptions | None = Field(None, description="extension: cartridge and strategy")
     # Accepted and ignored: no effect on the response.
     metadata: dict[str, Any] | None = Field(None, max_length=64)
     service_tier: Literal["auto", "standard_only"] | None = None
-    # Not served: neutral values only.
-    thinking: DisabledThinking | None = None
 
 
 class MessagesUsage(ResponsePart):
@@ -131,6 +136,10 @@ class MessagesUsage(ResponsePart):
     output_tokens: int
     cache_creation_input_tokens: Literal[0]
     cache_read_input_tokens: Literal[0]
+
+
+class TokenCount(ResponsePart):
+    input_tokens: int = Field(description="of the prompt; those of a cartridge are not sent")
 
 
 class MessagesReply(ResponsePart):

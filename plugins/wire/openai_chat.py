@@ -1,9 +1,10 @@
 """Define OpenAI's chat completions and completions, for the server and for the episode recorder.
 
 `HarnessRequest` reads any client's chat and ignores unknown fields. `ChatRequest` and
-`CompletionRequest` are the server's strict schema. An OpenAI field that is not served may be given
-with its neutral value (`best_of: 1`, `frequency_penalty: 0`), so that clients which always send it
-work. The server answers any other value, and any field that is not here, with 400 and its name.
+`CompletionRequest` are the server's strict schema. A field of OpenAI or of vLLM that is not served
+may be given with its neutral value (`best_of: 1`, `min_tokens: 0`), so that clients which always
+send it work. The server answers any other value, and any field that is not here, with 400 and its
+name.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from cartridge_forge.plugins.wire.openai_tools import (
     agent_tools,
 )
 from cartridge_forge.plugins.wire.parts import MAX_IDS, MAX_ITEMS, RequestPart, ResponsePart
+from cartridge_forge.protocols.logit_rules import LEAST_REPETITION, MOST_REPETITION
 from cartridge_forge.protocols.teacher_replay import AgentTool, Role
 
 MAX_SEED = 2**63 - 1
 MAX_COMPOSED = 8  # cartridges before one prompt
+MAX_STOP_IDS = 256
+Bias = Annotated[float, Field(allow_inf_nan=False)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Ids = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_IDS)]
@@ -146,7 +150,29 @@ class SamplingFields(RequestPart):
     )
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1")
     top_p: float | None = Field(None, ge=0, le=1, description="nucleus mass; default 1")
-    top_k: int | None = Field(None, ge=0, description="extension: tokens kept; 0, the default: all")
+    top_k: int | None = Field(
+        None, ge=-1, description="extension: tokens kept; 0, the default, and -1: all"
+    )
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="extension: least share of the likeliest token's probability"
+    )
+    frequency_penalty: float | None = Field(
+        None, ge=-2, le=2, description="taken off a logit each time that its token was sampled"
+    )
+    presence_penalty: float | None = Field(
+        None, ge=-2, le=2, description="taken off a logit whose token was sampled"
+    )
+    repetition_penalty: float | None = Field(
+        None, ge=LEAST_REPETITION, le=MOST_REPETITION,
+        description="extension: divisor of logits above 0, factor of others, of tokens in the "
+        "prompt or the response",
+    )  # fmt: skip
+    logit_bias: dict[str, Bias] | None = Field(
+        None, max_length=MAX_ITEMS, description="added to the logits of token ids, -100 to 100"
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = Field(
+        None, description="extension: tokens before which a response ends"
+    )
     n: int | None = Field(None, ge=1, le=1024, description="responses to a prompt; default 1")
     seed: int | None = Field(
         None, ge=-(2**63), le=MAX_SEED, description="the same gives the same tokens again"
@@ -163,10 +189,26 @@ class SamplingFields(RequestPart):
     # Accepted and ignored: no effect on the response.
     user: str | None = None
     metadata: dict[str, Any] | None = Field(None, max_length=64)
+    cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    request_id: str | None = None
+    priority: int | None = None
     # Not served: neutral values only.
-    frequency_penalty: float | None = Field(None, ge=0, le=0)
-    presence_penalty: float | None = Field(None, ge=0, le=0)
-    logit_bias: dict[str, Any] | None = Field(None, max_length=0)
+    add_special_tokens: bool | None = None
+    allowed_token_ids: None = None
+    bad_words: list[Any] | None = Field(None, max_length=0)
+    ignore_eos: Literal[False] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    length_penalty: float | None = Field(None, ge=1, le=1)
+    min_tokens: int | None = Field(None, ge=0, le=0)
+    prompt_logprobs: None = None
+    return_token_ids: Literal[False] | None = None
+    return_tokens_as_token_ids: Literal[False] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    truncate_prompt_tokens: None = None
+    use_beam_search: Literal[False] | None = None
 
 
 class JsonSchemaFormat(RequestPart):
@@ -193,6 +235,15 @@ class ChatRequest(SamplingFields):
     # Accepted and ignored: no effect on the response.
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
+    include_reasoning: bool | None = None
+    verbosity: str | None = Field(None, max_length=64)
+    # Given to the chat template, where it reads them.
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, max_length=64, description="extension: variables of the chat template"
+    )
+    reasoning_effort: str | None = Field(
+        None, max_length=64, description="a variable of the chat template"
+    )
     response_format: ResponseFormat | None = None
     tools: ServedTools | None = Field(None, description="functions that may be called")
     tool_choice: ToolChoice | None = Field(
@@ -202,7 +253,13 @@ class ChatRequest(SamplingFields):
         None, description="whether a response may hold several calls; default true"
     )
     # Not served: neutral values only.
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Literal[False] | None = None
+    chat_template: None = None
+    echo: Literal[False] | None = None
+    documents: None = None
     modalities: list[Literal["text"]] | None = Field(None, max_length=1)
+    thinking_token_budget: None = None
 
 
 class CompletionRequest(SamplingFields):

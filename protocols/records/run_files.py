@@ -357,6 +357,12 @@ def source_of(date: datetime | None) -> dict[str, str]:
     return {} if date is None else {CHAT_DATE: date.isoformat(timespec="seconds")}
 
 
+def share_name(measured: Mapping[str, Any]) -> str:
+    """Return what an arm's share of right answers is: the agreement with the teacher where no
+    answers are known, else the accuracy."""
+    return "agreement" if "agreement" in measured and "f1" not in measured else "accuracy"
+
+
 def date_of(source: Mapping[str, Any]) -> datetime | None:
     """Return the date that a cartridge's source keeps; None where it keeps none that can be
     read."""

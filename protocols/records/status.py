@@ -72,7 +72,8 @@ class RunStatus:
     `stage` is a phrase for people ("evaluating document"), `phase` the part of the step now in
     progress, of an evaluation "24 of 48 answers", `phase_seconds` the mean seconds of each phase so
     far. `step` is the last finished step of `arm` (0 before the first) out of `steps`, `reward` the
-    mean of its episodes, if it has any. `accuracy` is the arm's last measured, `seconds_left` that
+    mean of its episodes, if it has any. `accuracy` is the arm's last measured, of which `measure`
+    says what it is: "accuracy", or "agreement" with the teacher. `seconds_left` is that
     of the whole run. None means: not known yet.
     """
 
@@ -93,3 +94,4 @@ class RunStatus:
     done: bool = False
     error: str | None = None
     reward: float | None = None
+    measure: str = "accuracy"

@@ -335,19 +335,35 @@ def named_mesh(text: str) -> tuple[Path, str]:
     """Return the path of a mesh file and what messages call it. A name without a folder and a
     suffix, or a path as a checkout has it, is that of a shipped mesh where no such file is here:
     `longhealth` is meshes/longhealth.yaml. Raises SpecError for an unknown name."""
+    return _named(text, "mesh", "meshes", "*.yaml")
+
+
+def named_config(text: str, what: str = "config", pattern: str = "*.yaml") -> tuple[Path, str]:
+    """Return the path of a file of configs/ and what messages call it, by a path or a shipped name
+    as `named_mesh` does. `what` says what it is, and `pattern` which files are. Raises SpecError
+    for an unknown name."""
+    return _named(text, what, "configs", pattern)
+
+
+def _named(text: str, what: str, folder: str, pattern: str) -> tuple[Path, str]:
     path = Path(text)
-    shipped = REPOSITORY / (path if path.suffix else Path("meshes", f"{text}.yaml"))
+    shipped = REPOSITORY / (path if path.suffix else Path(folder, f"{text}.yaml"))
     if path.is_file() or path.is_absolute():
         return path, text
-    if shipped.parent == REPOSITORY / "meshes" and shipped.is_file():
+    if shipped.parent == REPOSITORY / folder and shipped.is_file():
         return shipped, shown_path(shipped)
     if not path.suffix and not path.exists() and path.parent == Path():
-        names = ", ".join(sorted(file.stem for file in shipped.parent.glob("*.yaml")))
+        names = ", ".join(sorted(file.stem for file in shipped.parent.glob(pattern)))
         raise SpecError(
-            f"there is no mesh {text}: expected a file, or one of the shipped {names}; check the "
+            f"there is no {what} {text}: expected a file, or one of the shipped {names}; check the "
             "name"
         )
     return path, text
+
+
+def is_shipped_mesh(text: str) -> bool:
+    """Return whether a name without a folder and a suffix is that of a shipped mesh."""
+    return Path(text).name == text and (REPOSITORY / "meshes" / f"{text}.yaml").is_file()
 
 
 def read_of_kind(wanted: SpecFile, path: Path, source: str) -> YamlDocument:

@@ -38,6 +38,7 @@ from cartridge_forge.protocols.spec.keys import (
     keys_of,
     known_at,
     may_hold_secret,
+    named_config,
     named_mesh,
     path_rule,
     read_of_kind,
@@ -89,7 +90,7 @@ def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = 
     document = _config_document(mesh_document, faults)
     if document is not None:
         for overlay in overlays:
-            overlay_document = _read(Path(overlay), overlay, faults)
+            overlay_document = _read(*named_config(overlay), faults)
             if overlay_document is not None:
                 _merge(document, overlay_document)
         _apply(document, learn_sets, faults, "model", "path")

@@ -100,7 +100,7 @@ class EventsResponse(_message.Message):
     def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., event: _Optional[str] = ..., fields_json: _Optional[str] = ...) -> None: ...
 
 class RunStatus(_message.Message):
-    __slots__ = ("stage", "arm", "step", "steps", "kl", "accuracy", "version", "tokens_per_second", "phase", "phase_seconds", "seconds_left", "message", "paused", "pools", "done", "error", "reward")
+    __slots__ = ("stage", "arm", "step", "steps", "kl", "accuracy", "version", "tokens_per_second", "phase", "phase_seconds", "seconds_left", "message", "paused", "pools", "done", "error", "reward", "measure")
     class PhaseSecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,7 @@ class RunStatus(_message.Message):
     DONE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
+    MEASURE_FIELD_NUMBER: _ClassVar[int]
     stage: str
     arm: str
     step: int
@@ -142,7 +143,8 @@ class RunStatus(_message.Message):
     done: bool
     error: str
     reward: float
-    def __init__(self, stage: _Optional[str] = ..., arm: _Optional[str] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., kl: _Optional[float] = ..., accuracy: _Optional[float] = ..., version: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., phase: _Optional[str] = ..., phase_seconds: _Optional[_Mapping[str, float]] = ..., seconds_left: _Optional[float] = ..., message: _Optional[str] = ..., paused: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., done: _Optional[bool] = ..., error: _Optional[str] = ..., reward: _Optional[float] = ...) -> None: ...
+    measure: str
+    def __init__(self, stage: _Optional[str] = ..., arm: _Optional[str] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., kl: _Optional[float] = ..., accuracy: _Optional[float] = ..., version: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., phase: _Optional[str] = ..., phase_seconds: _Optional[_Mapping[str, float]] = ..., seconds_left: _Optional[float] = ..., message: _Optional[str] = ..., paused: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., done: _Optional[bool] = ..., error: _Optional[str] = ..., reward: _Optional[float] = ..., measure: _Optional[str] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("role", "target", "waiting", "replicas", "requests", "failures", "retries", "restarts", "engine_deaths")

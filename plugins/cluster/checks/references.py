@@ -108,7 +108,8 @@ def _secret(
 
 
 def _selector(manifest: Manifest, pods: Sequence[PodTemplate]) -> Iterator[ManifestFault]:
-    """Yield a selector that matches no pod, and a port that the pods of it have not."""
+    """Yield a selector that matches no pod, and the name of a port that its pods have not. A number
+    need not be declared by a container: Kubernetes forwards to it all the same."""
     selector = manifest.spec.get("selector") if manifest.kind in SELECTORS else None
     if not selector:
         return
@@ -124,10 +125,10 @@ def _selector(manifest: Manifest, pods: Sequence[PodTemplate]) -> Iterator[Manif
     ports = [p.get("targetPort", p["port"]) for p in manifest.spec.get("ports") or ()]
     ports += [e["port"] for e in manifest.spec.get("podMetricsEndpoints") or () if "port" in e]
     for port in ports:
-        numbers = (container.ports() for pod in matches for container in pod.containers())
-        if matches and port not in {p for n in numbers for pair in n.items() for p in pair}:
+        names = {n for pod in matches for c in pod.containers() for n in c.ports().values()}
+        if matches and isinstance(port, str) and port not in names:
             what = f"port {port} is no port of the pods that it selects"
-            yield manifest.finding(RULE, ".spec", what, "write one of theirs")
+            yield manifest.finding(RULE, ".spec", what, "write one of theirs, or a number")
 
 
 def secret_keys(manifests: Sequence[Manifest]) -> Keys:

@@ -13,8 +13,9 @@ Verified against public code:
 - the routes: its server has /custom/cartridge/...; the example in the README of
   HazyResearch/cartridges posts to /v1/cartridge/...: both are served;
 - the client: cartridges/clients/tokasaurus.py of HazyResearch/cartridges expects one model in
-  /v1/models, takes `completion_ids[0]` and decodes the packed arrays. It posts batches to another
-  route, which replies with a pickle: that route is not served here.
+  /v1/models, where cartridges are listed here too; it takes `completion_ids[0]` and decodes the
+  packed arrays. It posts batches to another route, which replies with a pickle: that route is not
+  served here.
 """
 
 from __future__ import annotations
@@ -47,7 +48,6 @@ class FingerprintFields(RequestPart):
     logprobs_in_fingerprint: bool = Field(
         default=False, description="log-probabilities as packed arrays in `system_fingerprint`"
     )
-    ignore_eos: Literal[False] = False
 
 
 class TextCompletionRequest(CompletionRequest, FingerprintFields):

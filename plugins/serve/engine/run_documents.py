@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cartridge_forge.plugins.library.store import noted_run
 from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.loading import load_resolved
@@ -15,14 +16,19 @@ from cartridge_forge.services.run_directory import RunDirectory
 RUNS = Path("runs")
 
 
-def document_of_source(source: Mapping[str, Any], label: str) -> str:
+def document_of_source(source: Mapping[str, Any], label: str, library: Path | None) -> str:
     """Return the text that the stored cartridge `label` replaces, by what its manifest keeps of its
     run: {"run": "20260726T101542-7f3a", "name": "patient_01"}, or the run's path. Raises DataError
-    where the run is not under `runs` any more, and as `document_of` does."""
+    where the run is neither under `runs` nor where `library`, the cartridge's store, noted it, and
+    as `document_of` does."""
     run, name = Path(str(source.get("run", ""))), str(source.get("name", ""))
     runs = [run] if run.is_absolute() else sorted(RUNS.glob(f"*/{run}"))
-    if not run.name or not name or not runs or not (runs[0] / "spec.yaml").is_file():
-        raise DataError(f"the run of {label} is not under {RUNS}")
+    noted = None if library is None else noted_run(library, run.name)
+    runs += [noted] if noted is not None else []
+    runs = [one for one in runs if (one / "spec.yaml").is_file()]
+    if not run.name or not name or not runs:
+        at = "" if noted is None else f", nor at {noted}"
+        raise DataError(f"the run of {label} is not under {RUNS}{at}")
     return document_of(runs[0], name)
 
 

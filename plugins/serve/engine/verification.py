@@ -85,7 +85,8 @@ class DocumentTexts:
             if entry.document.is_file():
                 text = entry.document.read_text(encoding="utf-8")
             else:
-                text = document_of_source(entry.manifest.source, f"{name}@{version}")
+                library = entry.path.parents[2]
+                text = document_of_source(entry.manifest.source, f"{name}@{version}", library)
         except (DataError, OSError, UnicodeDecodeError) as error:
             raise DataError(
                 f"the document of {name}@{version} is not known here: {error}; give its text "

@@ -27,6 +27,7 @@ from cartridge_forge.plugins.serve.apis.tokasaurus import (
 )
 from cartridge_forge.plugins.serve.detokenizer import TextPiece
 from cartridge_forge.plugins.serve.errors import (
+    COUNT_PATH,
     MESSAGES_PATH,
     RESPONSES_PATH,
     AsciiJSON,
@@ -42,7 +43,12 @@ from cartridge_forge.plugins.serve.responses import (
     echoed,
     joined,
 )
-from cartridge_forge.plugins.wire.anthropic_messages import MessagesReply, MessagesRequest
+from cartridge_forge.plugins.wire.anthropic_messages import (
+    CountTokensRequest,
+    MessagesReply,
+    MessagesRequest,
+    TokenCount,
+)
 from cartridge_forge.plugins.wire.openai_chat import (
     ChatCompletion,
     SamplingFields,
@@ -179,6 +185,11 @@ def routes(handler: RequestHandler) -> APIRouter:
     )
     async def messages(request: Request, body: MessagesRequest) -> Response:
         return await answer(handler, request, body, parser.messages, MessagesWire)
+
+    @router.post(COUNT_PATH, summary="Count a message's prompt tokens, as Anthropic's API does")
+    async def count_tokens(request: Request, body: CountTokensRequest) -> TokenCount:
+        messages_request = MessagesRequest(max_tokens=1, **dict(body))
+        return TokenCount(input_tokens=await handler.count(request.scope, messages_request))
 
     @router.post("/v1/cartridge/chat/completions", include_in_schema=False)
     @router.post(

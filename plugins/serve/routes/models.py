@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -10,6 +11,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 
+from cartridge_forge.plugins.library.names import AUTO, CartridgeName, ModelName
 from cartridge_forge.plugins.serve.access.keys import CALLER
 from cartridge_forge.plugins.serve.handler import RequestHandler
 from cartridge_forge.plugins.serve.routes.generation import REFUSALS
@@ -30,6 +32,7 @@ class ModelEntry(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "cartridge-forge"
+    parent: str | None = Field(default=None, description="of a cartridge's model: the base model")
 
 
 class BaseModelEntry(ModelEntry):
@@ -37,11 +40,12 @@ class BaseModelEntry(ModelEntry):
 
 
 class ModelList(BaseModel):
-    """One model, as Tokasaurus' clients need: its cartridges and strategies are named behind it,
-    and listed in `forge`; so is what `auto` stands for. Cartridges come in pages, by name."""
+    """The base model, whose `forge` tells cartridges, strategies and what `auto` stands for; then
+    `auto`, where it has a choice, and every cartridge as a model. Cartridges come in pages, by
+    name, of which the first has `auto`."""
 
     object: Literal["list"] = "list"
-    data: list[BaseModelEntry]
+    data: list[BaseModelEntry | ModelEntry]
     has_more: bool = Field(description="further cartridges follow the last one")
     last_id: str | None = Field(description="the page's last cartridge: the next `after_id`")
 
@@ -54,6 +58,16 @@ class ServerStatus(BaseModel):
 
 class PingReply(BaseModel):
     message: Literal["pong"] = "pong"
+
+
+def cartridge_models(base: str, cartridges: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return the names of the models that cartridges make of a base model, from the versions of
+    each, oldest first: `BASE+NAME` for the newest, then `BASE+NAME@VERSION` from the newest on."""
+    return [
+        str(ModelName(base, CartridgeName(name, version)))
+        for name, versions in cartridges.items()
+        for version in (None, *reversed(versions))
+    ]
 
 
 def model_routes(handler: RequestHandler) -> APIRouter:
@@ -69,14 +83,24 @@ def model_routes(handler: RequestHandler) -> APIRouter:
     ) -> ModelList:  # fmt: skip
         library, router = config.library, handler.parser(request.scope[CALLER]).router
 
+        base = config.model
+
         def have() -> ModelList:
             names, more = router.page(after_id, limit)
             forge = ForgeModels(
                 cartridges={name: library.versions(name) for name in names},
                 strategies=config.strategies.names(), auto=router.routed(names),
             )  # fmt: skip
-            entry = BaseModelEntry(id=config.model, created=started, forge=forge)
-            return ModelList(data=[entry], has_more=more, last_id=names[-1] if names else None)
+            has_auto = bool(forge.auto) and not after_id
+            others = [*([AUTO] if has_auto else ()), *cartridge_models(base, forge.cartridges)]
+            return ModelList(
+                data=[
+                    BaseModelEntry(id=base, created=started, forge=forge),
+                    *(ModelEntry(id=name, created=started, parent=base) for name in others),
+                ],
+                has_more=more,
+                last_id=names[-1] if names else None,
+            )
 
         return await run_in_threadpool(have)
 
@@ -84,7 +108,8 @@ def model_routes(handler: RequestHandler) -> APIRouter:
     async def model(name: str, request: Request) -> ModelEntry:
         parser = handler.parser(request.scope[CALLER])
         model_id = await run_in_threadpool(parser.name_of, name)
-        return ModelEntry(id=str(model_id), created=started)
+        parent = None if model_id.cartridge is None else model_id.base
+        return ModelEntry(id=str(model_id), created=started, parent=parent)
 
     @router.get("/health", summary="The process answers")
     async def health() -> ServerStatus:

@@ -71,7 +71,7 @@ def _facts(run: str, status: RunStatus) -> Table:
         ("phase", status.phase or UNKNOWN),
         ("KL", number(status.kl, ".4f")),
         *([] if status.reward is None else [("reward", number(status.reward, ".3f"))]),
-        ("accuracy", percent(status.accuracy)),
+        (status.measure or "accuracy", percent(status.accuracy)),
         ("tokens/s", number(status.tokens_per_second, ",.0f")),
         ("left", UNKNOWN if seconds is None else duration(seconds)),
     ]

@@ -16,8 +16,8 @@ from cartridge_forge.protocols.errors import DataError
 
 
 def cartridges(view: RunView, checkpoint: str) -> dict[str, Any]:
-    """Return a run's checkpoints, and the cartridges of one of them, "" for the newest on policy.
-    Raises DataError or CheckpointError."""
+    """Return a run's checkpoints, and the cartridges of one of them, "" for `own`: the newest on
+    policy. Raises DataError or CheckpointError."""
     from cartridge_forge.learning.checkpoint import list_checkpoints
     from cartridge_forge.plugins.library.formats.run_checkpoint import chosen_checkpoint
 
@@ -25,11 +25,13 @@ def cartridges(view: RunView, checkpoint: str) -> dict[str, Any]:
     page: dict[str, Any] = {"checkpoints": names, "cartridges": [], "document_tokens": None}
     if not names:
         return page
-    chosen = _path(view, checkpoint) if checkpoint else chosen_checkpoint(view.run.path)
+    newest = chosen_checkpoint(view.run.path)
+    chosen = _path(view, checkpoint) if checkpoint else newest
     results = view.run.read_results() or {}
     trained = view.spec.learn.model.dtype if view.spec is not None else "float32"
     return page | {
         "shown": chosen.name,
+        "own": newest.name,
         "document_tokens": (results.get("compression") or {}).get("document_tokens"),
         "cartridges": _described(chosen, chosen.stat().st_mtime, trained),
     }

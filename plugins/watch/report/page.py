@@ -20,6 +20,7 @@ from cartridge_forge.plugins.watch.console import (
     arm_rows,
     duration,
     gold_rows,
+    measure_name,
     number,
     percent,
     routing_text,
@@ -62,7 +63,7 @@ RUNS = (
     "accuracy of the last population. Without an answer a candidate is unparsed and wrong."
 )
 AGREEMENT = (
-    "Held-out questions of self-study: accuracy is the share of the teacher's tokens that the arm "
+    "Held-out questions of self-study: agreement is the share of the teacher's tokens that the arm "
     "too holds likeliest, so that the teacher itself has 100%."
 )
 ROUTED = "Routed is on_policy over the cartridge that the router chooses by the question's words"
@@ -147,7 +148,7 @@ def _header(results: Row, events: list[Row]) -> list[Block]:
 def _note(arms: Row, counts: MonitorCounts) -> str:
     if any("populations" in arm for arm in arms.values()):
         return RUNS
-    if any("agreement" in arm and "f1" not in arm for arm in arms.values()):
+    if measure_name(arms) == "agreement":
         return AGREEMENT
     return CASES if counts.episodes else QUESTIONS
 
@@ -155,7 +156,7 @@ def _note(arms: Row, counts: MonitorCounts) -> str:
 def _arms(arms: Row, note: str) -> list[Block]:
     if not arms:
         return [("text", "No arm has its final evaluation.")]
-    heads = ("arm", "accuracy", *HEADS, "sampled", *HEADS)
+    heads = ("arm", measure_name(arms), *HEADS, "sampled", *HEADS)
     table = TableSection("Table of arms", heads, arm_rows(arms))
     blocks: list[Block] = [("soft", note), ("table", table)]
     if routing := routing_text(arms):

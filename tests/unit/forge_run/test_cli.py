@@ -1,6 +1,7 @@
 """The command line: exit codes, what is on stderr, what is handed to the run, what is imported."""
 
 import json
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -178,6 +179,42 @@ def test_what_cannot_run_yet_loads_and_plans_but_does_not_run(
     assert forge_run(argv) == 2
     assert capsys.readouterr().err == f"error: {expected}\n"
     assert runs == []
+
+
+def test_the_plan_of_documents_has_the_times_of_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The documents' length is known only once they are read."""
+    (tmp_path / "notes.md").write_text("The keeper of the lamp lives by the sea. " * 60)
+    reader = Path(__file__).parents[3] / "models" / "clinic-reader"
+    argv = ["documents", "--set", f"data.path={tmp_path}", "--set", f"model={reader}", "--dry-run"]
+    assert forge_run(argv) == 0
+    plan = capsys.readouterr().out
+    assert "roofline of a step: least times at this machine's measured 50 GFLOP/s" in plan
+    assert "A100" not in plan
+
+
+@pytest.mark.parametrize(
+    ("example", "maker"),
+    [
+        ("calculator", "calculator"), ("code_fixing", "code_fixing"), ("sokoban", "sokoban"),
+        ("gsm8k_like", "gsm8k_like"), ("parquet_two_rewards", "gsm8k_like"),
+    ],
+)  # fmt: skip
+def test_an_example_without_its_model_says_how_it_is_made(
+    example: str, maker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    root = Path(__file__).parents[3]
+    shutil.copytree(root / "examples", tmp_path / "examples", ignore=lambda *_: ["model"])
+    mesh = tmp_path / "examples" / example / "mesh.yaml"
+    command = f"python -m examples.{maker}.make_model"
+    monkeypatch.chdir(tmp_path)
+    assert forge_run([str(mesh)]) == 2
+    assert capsys.readouterr().err.endswith(f"make it: {command}\n")
+    monkeypatch.chdir(root)
+    assert forge_run([str(mesh)]) == 2
+    assert capsys.readouterr().err.endswith(f"make it: cd {tmp_path} && {command}\n")
 
 
 def test_hosts_by_address_plan_too(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
 // The page to ask a cartridge: without it, with it and with the document, side by side.
 
-import { ask, card, count, follow, guarded, h, main, run, send, showOutcome } from "/static/page.js";
+import { ask, card, count, elapsed, follow, guarded, h, main, run, send, showOutcome } from "/static/page.js";
 
 const NAMES = { none: "without the document", cartridge: "with the cartridge", document: "with the whole document" };
 const answers = h("div.page", { "aria-live": "polite" });
@@ -49,7 +49,7 @@ async function form() {
   const submit = (event) => {
     event.preventDefault();
     button.disabled = true;
-    const waiting = card(question.value, h("p", { role: "status" }, "The model starts in a process of its own; this takes some seconds."));
+    const waiting = card(question.value, elapsed("The model starts in a process of its own and reads the document: half a minute for a small model, 3 minutes at most."));
     answers.prepend(waiting);
     guarded(async () => {
       try {

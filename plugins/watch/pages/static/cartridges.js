@@ -1,6 +1,6 @@
 // The page of cartridges: sizes, norms by layer, and how far two versions are apart.
 
-import { ask, bytes, card, count, exported, follow, guarded, h, main, number, run, showOutcome, table, times } from "/static/page.js";
+import { ask, bytes, card, count, elapsed, exported, follow, guarded, h, main, number, run, showOutcome, table, times } from "/static/page.js";
 
 const shownPlace = h("div.page"), recallPlace = h("div.page"), diffPlace = h("div.page");
 let checkpoint = "";
@@ -62,7 +62,7 @@ function recall(found) {
   const [label, name] = pick("cartridge", found.cartridges.map((one) => one.name), found.cartridges[0].name, () => {});
   const submit = (event) => {
     event.preventDefault();
-    out.replaceChildren(h("p", { role: "status" }, "The document is read as the run read it; this takes some seconds."));
+    out.replaceChildren(elapsed("The document is read as the run read it."));
     return guarded(async () => {
       const told = await ask("recall", { run, name: name.value });
       const size = told.tokens ? [h("p", {}, `${count(told.tokens)} tokens of text, for which ${count(found.cartridges.find((one) => one.name === name.value).tokens)} stand.`)] : [];
@@ -74,7 +74,9 @@ function recall(found) {
 
 function difference(found) {
   const out = h("div", { "aria-live": "polite" });
-  const names = found.cartridges.map((one) => one.name), last = found.checkpoints.length - 1;
+  const names = found.cartridges.map((one) => one.name);
+  // The run's own last version: of the arm on policy, behind which those of other arms may come.
+  const last = Math.max(0, found.checkpoints.indexOf(found.own));
   const [nameLabel, name] = pick("cartridge", names, names[0], () => {});
   const [fromLabel, from] = pick("from", found.checkpoints, found.checkpoints[Math.max(0, last - 1)], () => {});
   const [toLabel, to] = pick("to", found.checkpoints, found.checkpoints[last], () => {});

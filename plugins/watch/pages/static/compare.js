@@ -1,6 +1,6 @@
 // The page that compares runs: curves overlaid, settings that differ, paired differences.
 
-import { ask, card, guarded, h, main, number, percent, remember, run, table } from "/static/page.js";
+import { ask, card, elapsed, guarded, h, main, number, percent, remember, run, table } from "/static/page.js";
 import { Chart, trailing } from "/static/chart.js";
 
 const HUES = ["hue1", "hue3", "hue2", "hue5", "hue4", "hue6", "ink", "soft"];
@@ -38,7 +38,7 @@ async function show() {
   if (!keys.length) { place.replaceChildren(card("Compare", h("p", {}, "Choose runs above."))); return; }
   const wanted = keys.map((key) => ["run", key]);
   const found = await ask("compare", wanted);
-  const waiting = card("Paired differences", h("p", { role: "status" }, "Resampling takes some seconds."));
+  const waiting = card("Paired differences", elapsed("The questions are resampled."));
   const [kl, klColumns] = overlaid("KL to the teacher", `Nats a token, on policy, means of ${WINDOW} steps.`, found.runs, (row) => row.kl, (v) => number(v), false);
   const [right, rightColumns] = overlaid("Held-out accuracy while training", "Validations of the arm on policy.", found.runs, (row) => row.accuracy, (v) => percent(v, 0), true);
   place.replaceChildren(h("div.grid", {}, kl.element, right.element), waiting,

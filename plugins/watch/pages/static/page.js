@@ -67,6 +67,16 @@ export function notice(text) {
   place.hidden = !text;
 }
 
+/** A line on work that takes long, with the seconds so far, until it leaves the page. */
+export function elapsed(what) {
+  const begun = Date.now(), so_far = h("span", { "aria-hidden": "true" });
+  const line = h("p", { role: "status" }, `${what} `, so_far);
+  const tick = () => { so_far.textContent = `${Math.round((Date.now() - begun) / 1000)} s so far`; };
+  tick();
+  const timer = setInterval(() => (line.isConnected ? tick() : clearInterval(timer)), 1000);
+  return line;
+}
+
 /** Run a page's work, and show what it fails by. */
 export async function guarded(work) {
   try {

@@ -4,6 +4,7 @@ import { ask, card, count, exported, follow, guarded, h, main, number, oneAtATim
 import { heading, shown } from "/static/rollout.js";
 
 const PAGE = 25;
+const OWN = "on_policy";  // the arm that a page opens on
 const FILTERS = ["source", "arm", "step", "document", "kind", "verdict", "least", "most", "skip"];
 const SOURCES = { rollouts: "training responses", episodes: "episodes", answers: "held-out answers" };
 
@@ -49,8 +50,11 @@ function drawFilters(choices) {
     ...(choices.reward ? [enter("least", "reward from", "any"), enter("most", "to", "any")] : []));
 }
 
+let chosen = { arm: [] };
+
 const list = oneAtATime(async () => {
   const found = await ask("rollouts", { run, ...query });
+  chosen = found.choices;
   drawFilters(found.choices);
   summary.textContent = `${count(found.total)} ${SOURCES[query.source]} match; ${count(found.tokens)} sampled tokens in all${exported ? `; of ${count(found.all)} rows a sample is kept in this file` : ""}`;
   rows.replaceChildren(...found.rows.map((row) => h("li", {}, entry(row))));
@@ -89,5 +93,11 @@ follow(async (marks) => {
   const now = String([marks.rollouts, marks.answers, marks.episodes]);
   // The first that has rows: a run on episodes alone samples no other responses.
   query.source ||= Object.keys(SOURCES).find((name) => marks[name]) ?? "rollouts";
-  if (now !== sizes) { sizes = now; await list(); }
+  if (now !== sizes) {
+    const opens = !sizes;
+    sizes = now;
+    await list();
+    // Other arms are trained and measured after it, so that the newest rows are theirs.
+    if (opens && !query.arm && chosen.arm.length > 1 && chosen.arm.includes(OWN)) set({ arm: OWN });
+  }
 });

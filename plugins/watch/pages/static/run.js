@@ -60,6 +60,11 @@ function tile(title, value, ...below) {
   return h("section.card.tile", {}, h("h2", {}, title), h("p.big", {}, value), ...below.filter(Boolean).map((text) => h("p.soft", {}, text)));
 }
 
+/** What the arms' shares are: agreement with the teacher where no answers are known. */
+function measure(found) {
+  return Object.values(found.arms).some((arm) => arm.agreement && arm.f1 === undefined) ? "agreement" : found.status?.measure ?? "accuracy";
+}
+
 function tiles(found) {
   const rows = held.curves.rows, mine = rows.filter((row) => row.arm === "on_policy");
   const validated = mine.filter((row) => row.accuracy !== null).at(-1);
@@ -69,7 +74,7 @@ function tiles(found) {
   const pools = found.status?.pools ?? [];
   const size = found.compression ?? {};
   tilesPlace.replaceChildren(
-    tile(final ? `Held-out accuracy (${final.n} questions)` : `Held-out accuracy (validation${validated ? `, step ${validated.step}` : ""})`,
+    tile(final ? `Held-out ${measure(found)} (${final.n} questions)` : `Held-out ${measure(found)} (validation${validated ? `, step ${validated.step}` : ""})`,
       percent(shown?.accuracy), interval(shown?.ci95),
       ["document", "none"].filter((a) => arms[a]).map((a) => `${a === "none" ? "no" : "whole"} document ${percent(arms[a].accuracy)}`).join(", ")),
     tile("KL to the teacher, nats a token", number(last?.kl), first && first.kl !== null ? `started at ${number(first.kl)}` : null),
@@ -85,7 +90,7 @@ function arms(found) {
   const rows = Object.entries(found.arms).map(([name, one]) => [name, percent(one.accuracy), interval(one.ci95), String(one.n),
     found.gold?.arms?.[name] ? number(found.gold.arms[name].nll) : "-"]);
   armsPlace.replaceChildren(...(rows.length
-    ? [card("Arms", table("Accuracy on held-out questions", ["arm", "accuracy", "95%", "questions", "NLL of the right answer"], rows))] : []));
+    ? [card("Arms", table(`Held-out questions: ${measure(found)}${measure(found) === "agreement" ? " with the teacher" : ""}`, ["arm", measure(found), "95%", "questions", "NLL of the right answer"], rows))] : []));
 }
 
 function documents(found) {

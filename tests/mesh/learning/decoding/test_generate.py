@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from cartridge_forge.learning import decode as decode_batch
 from cartridge_forge.learning.cartridge import CartridgeVersions
-from cartridge_forge.learning.decode import DecodeBatch, draw, generate
+from cartridge_forge.learning.decode import DecodeBatch, generate
+from cartridge_forge.learning.draws import draw
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef, Sampling
 

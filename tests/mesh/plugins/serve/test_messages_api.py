@@ -198,3 +198,22 @@ def test_keys_quotas_and_the_audit_log_hold_on_every_route(tmp_path: Path) -> No
     rows = [json.loads(line) for line in audit.read_text().splitlines()]
     assert [row["request"] for row in rows if row["event"] == "asked"] == [message.id, reply.id]
     assert {row.get("path") for row in rows if row["event"] == "refused"} == {"/v1/messages"}
+
+
+def test_tokens_are_counted_as_a_reply_counts_them(claude: Anthropic, served: Served) -> None:
+    tools = {"tools": TOOLS, "system": "be brief."}
+    for model in (MODEL, f"{MODEL}+p1", f"{MODEL}+p1@1"):
+        for more in ({}, tools):
+            asked: Any = {**ASKED, "model": model, **more}
+            reply = claude.messages.create(**{**asked, "max_tokens": 1})
+            del asked["max_tokens"]
+            assert claude.messages.count_tokens(**asked).input_tokens == reply.usage.input_tokens
+    path = "/v1/messages/count_tokens"
+    counted = {"model": MODEL, "messages": ASKED["messages"]}
+    assert json.loads(raw(served, path, counted)[2]) == {"input_tokens": 12}
+    status, _, content = raw(served, path, {**counted, "model": f"{MODEL}+p9"})
+    error = json.loads(content)
+    assert (status, error["type"], error["error"]["type"]) == (404, "error", "not_found_error")
+    assert (error["error"]["param"], error["error"]["code"]) == ("model", "cartridge_not_found")
+    status, _, content = raw(served, path, {**counted, "max_tokens": 1})
+    assert (status, json.loads(content)["error"]["param"]) == (400, "max_tokens")

@@ -23,8 +23,23 @@ from cartridge_forge.plugins.wire.openai_chat import ChatRequest, CompletionRequ
     ("more", "param", "said"),
     [
         ({"tools": [{"type": "function"}]}, "tools[0].function", "field required"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "is not served"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty", "leave it out, or send 0"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "its keys are token ids"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias", "its keys are token ids"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias", "its keys are token ids"),
+        ({"logit_bias": {"5": float("nan")}}, "logit_bias", "finite number"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty", "less than or equal to 2"),
+        ({"presence_penalty": -3}, "presence_penalty", "greater than or equal to -2"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "greater than or equal to 0.01"),
+        ({"min_p": 1.5}, "min_p", "less than or equal to 1"),
+        ({"min_tokens": 3}, "min_tokens", "leave it out"),
+        ({"use_beam_search": True}, "use_beam_search", "forge.strategy"),
+        ({"forge": {"strategy": "twice"}, "min_p": 0.1}, "min_p", "not served with a strategy"),
+        (
+            {"forge": {"strategy": "twice"}, "logit_bias": {"5": 1}},
+            "logit_bias",
+            "not served with a strategy",
+        ),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "reads it"),
         ({"temprature": 1}, "temprature", "is no field of this request"),
         ({"Temperature": 1}, "Temperature", "is no field of this request"),
         ({"TOP_P": 1}, "TOP_P", "is no field of this request"),
@@ -97,7 +112,13 @@ def test_what_asks_for_nothing_is_taken(client: OpenAI) -> None:
     client.chat.completions.create(
         model=MODEL, messages=CHAT, max_completion_tokens=2, frequency_penalty=0,
         presence_penalty=0, logit_bias={}, user="u", response_format={"type": "text"}, tools=[],
-        parallel_tool_calls=True, store=False,
+        parallel_tool_calls=True, store=False, reasoning_effort="low",
+        extra_body={
+            "chat_template_kwargs": {"enable_thinking": False}, "min_p": 0, "min_tokens": 0,
+            "repetition_penalty": 1, "stop_token_ids": [], "skip_special_tokens": True, "top_k": -1,
+            "priority": 3, "cache_salt": "x", "use_beam_search": False, "length_penalty": 1.0,
+            "ignore_eos": False, "add_generation_prompt": True, "bad_words": [], "echo": False,
+        },
     )  # fmt: skip
     client.completions.create(
         model=MODEL, prompt="x", max_tokens=1, echo=False, best_of=1, suffix=None

@@ -288,14 +288,94 @@ def test_a_strategy_and_what_it_tells(client: OpenAI) -> None:
 
 
 def test_the_models_that_there_are(client: OpenAI) -> None:
-    (model,) = client.models.list().data  # Tokasaurus' client wants one, of the name it expects
+    model, *others = client.models.list().data
     assert model.id == MODEL
+    assert [one.id for one in others] == [f"{MODEL}+p1", f"{MODEL}+p1@2", f"{MODEL}+p1@1"]
+    assert {one.parent for one in others} == {MODEL}  # type: ignore[attr-defined]  # as vLLM's
     listed = {"cartridges": {"p1": [1, 2]}, "strategies": ["twice"], "auto": []}
     assert model.forge == listed  # type: ignore[attr-defined]
     assert client.models.retrieve(f"{MODEL}+p1@2:twice").id == f"{MODEL}+p1@2:twice"
     for name in ("gpt-4", f"{MODEL}+p9", f"{MODEL}+p1@9", f"{MODEL}:none", "../x"):
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve(name)
+
+
+def test_a_listed_model_answers_over_its_cartridge(client: OpenAI) -> None:
+    named = {}
+    for model in client.models.list().data:
+        asked: Any = {"model": model.id, "max_tokens": 2}
+        chat = client.chat.completions.create(messages=CHAT, **asked)
+        text = client.completions.create(prompt=QUESTION, **asked)
+        reply = client.responses.create(model=model.id, input=QUESTION, max_output_tokens=2)
+        used = [(one.forge.get("cartridge") or {}).get("version") for one in (chat, text, reply)]  # type: ignore[union-attr]  # an extension
+        named[model.id] = used
+    assert named == {
+        MODEL: [None] * 3, f"{MODEL}+p1": [2] * 3, f"{MODEL}+p1@2": [2] * 3,
+        f"{MODEL}+p1@1": [1] * 3,
+    }  # fmt: skip
+    for name in (f"{MODEL}+p9", f"{MODEL}+p1@9"):
+        with pytest.raises(openai.NotFoundError) as missing:
+            client.chat.completions.create(model=name, messages=CHAT)
+        assert (missing.value.param, missing.value.code) == ("model", "cartridge_not_found")
+        assert missing.value.type == "not_found_error"
+
+
+def test_a_bias_decides_what_is_said(client: OpenAI, served: Served) -> None:
+    """Of a bias of 100 the token is drawn each time; of -100 never again."""
+    asked: Any = {"model": MODEL, "messages": CHAT, "max_tokens": 4, "temperature": 0}
+    asked |= {"extra_body": {"logprobs_in_fingerprint": True}}
+
+    def sampled(**more: Any) -> list[int]:
+        answer = client.chat.completions.create(**asked, **more)
+        ids: list[int] = json.loads(answer.system_fingerprint or "")["completion_ids"][0]
+        return ids
+
+    plain = sampled()
+    (token,) = served.house.texts.prompt("Who", True, "prompt").ids[:1]
+    assert sampled(logit_bias={str(token): 100}) == [token] * 4
+    assert sampled(logit_bias={str(token): 1e9}) == [token] * 4  # cut to 100, as vLLM does
+    first = plain[0]
+    assert sampled(logit_bias={str(first): -100})[0] != first
+    # A token may be said once with a presence penalty that is all of its bias.
+    once = sampled(logit_bias={str(token): 2}, presence_penalty=2, frequency_penalty=2)
+    assert once.count(token) <= 1
+
+
+def test_a_stop_token_ends_the_text_before_it(client: OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": CHAT, "temperature": 0, "max_tokens": 12}
+    asked |= {"logprobs": True, "extra_body": {"logprobs_in_fingerprint": False}}
+    full = client.chat.completions.create(**asked)
+    packed = {**asked, "extra_body": {"logprobs_in_fingerprint": True}}
+    fingerprint = client.chat.completions.create(**packed).system_fingerprint
+    ids = json.loads(fingerprint or "")["completion_ids"][0]
+    at = next(i for i, token in enumerate(ids) if i > 1 and token not in ids[:i])
+    cut = {**asked, "extra_body": {"stop_token_ids": [ids[at], 5_000]}}
+    with pytest.raises(openai.BadRequestError, match="stop_token_ids has 5000"):
+        client.chat.completions.create(**cut)
+    cut["extra_body"] = {"stop_token_ids": [ids[at]]}
+    short = client.chat.completions.create(**cut)
+    assert full.choices[0].logprobs is not None
+    assert short.choices[0].logprobs is not None
+    said = [token.token for token in (full.choices[0].logprobs.content or [])[:at]]
+    assert [token.token for token in short.choices[0].logprobs.content or []] == said
+    assert short.choices[0].message.content == "".join(said)
+    assert short.choices[0].finish_reason == "stop"
+    assert short.usage is not None
+    assert short.usage.completion_tokens == at + 1  # the token itself was sampled
+    told = ""
+    for chunk in client.chat.completions.create(**cut, stream=True):
+        told += chunk.choices[0].delta.content or ""
+    assert told == short.choices[0].message.content
+
+
+def test_seeded_draws_with_rules_repeat_whatever_is_decoded_beside_them(client: OpenAI) -> None:
+    rules: Any = {"frequency_penalty": 0.7, "logit_bias": {"9": 3}}
+    rules["extra_body"] = {"min_p": 0.02, "repetition_penalty": 1.3, "top_k": -1}
+    asked: Any = {"model": MODEL, "prompt": QUESTION, "max_tokens": 9, "seed": 3}
+    alone = client.completions.create(**asked, **rules).choices[0].text
+    several = client.completions.create(**{**asked, "prompt": [QUESTION, "What?"]}, n=3, **rules)
+    assert several.choices[0].text == alone
+    assert client.completions.create(**asked).choices[0].text != alone
 
 
 def test_the_stream_by_hand(served: Served) -> None:

@@ -31,9 +31,10 @@ PLAIN = {"model": MODEL, "max_tokens": 1}
 CHAT = {**PLAIN, "messages": [{"role": "user", "content": "x"}]}
 RIGHT = {
     "/v1/messages": CHAT,
+    "/v1/messages/count_tokens": {"model": MODEL, "messages": CHAT["messages"]},
     "/v1/responses": {"model": MODEL, "input": "x", "max_output_tokens": 1},
 }
-FEW = {"/v1/responses": {"max_output_tokens": 2}}
+FEW = {"/v1/responses": {"max_output_tokens": 2}, "/v1/messages/count_tokens": {}}
 
 
 def drawn(schema: dict[str, Any], parts: dict[str, Any]) -> st.SearchStrategy[Any]:

@@ -15,6 +15,7 @@ ROUTES = (
     "/v1/completions",
     "/v1/responses",
     "/v1/messages",
+    "/v1/messages/count_tokens",
     "/custom/cartridge/chat/completions",
     "/custom/cartridge/completions",
 )

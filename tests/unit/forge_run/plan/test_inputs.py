@@ -188,3 +188,11 @@ def test_questions_are_answered_by_what_else_as_many_tokens_could_hold(learn: Le
     assert spec.learn.evaluate.arms == (
         "none", "document", "retrieved", "on_policy", "retrieved_cartridge",
     )  # fmt: skip
+
+
+def test_parts_of_long_documents_are_not_called_documents(learn: LearnSpec) -> None:
+    told = planned([1000] * 7, 100, 60, RATES, learn, SIZE, 3).told()
+    assert told[0].startswith("3 documents in 7 parts of 7,000 tokens in all; 7 cartridges of 100")
+    assert "questions about each part" in told[2]
+    alone = planned([1000], 100, 20, RATES, learn, SIZE).told()
+    assert alone[0].startswith("one document of 1,000 tokens in all; one cartridge of 100 tokens")

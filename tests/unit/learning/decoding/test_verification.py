@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cartridge_forge.learning.decode import draw, uniforms
+from cartridge_forge.learning.draws import draw, uniforms
 from cartridge_forge.learning.verified.rules import (
     LONGEST_BLOCK,
     Verdict,

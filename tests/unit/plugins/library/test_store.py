@@ -26,7 +26,14 @@ from cartridge_forge.plugins.library.names import (
     parse_cartridge,
     parse_model,
 )
-from cartridge_forge.plugins.library.store import INCOMING, CartridgeStore, add_from_run
+from cartridge_forge.plugins.library.store import (
+    INCOMING,
+    RESULTS,
+    CartridgeStore,
+    add_finished,
+    add_from_run,
+    noted_run,
+)
 from cartridge_forge.plugins.library.terms import read_terms, write_terms
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import sha256_of
@@ -201,6 +208,28 @@ def test_the_newest_checkpoint_on_policy_of_a_run_is_added(
     (renamed,) = add_from_run(library, run / "checkpoints/version-000001", {"p2": "ward"})
     assert load_file(renamed.path)["kv"][0, 0, 0, :, 0].tolist() == [1.0, 12.0, 12.0]
     assert library.names() == ["p1", "p2", "ward"]
+
+
+def test_what_was_added_of_a_finished_run_is_not_added_again(
+    library: CartridgeStore, tmp_path: Path
+) -> None:
+    """As `forge make` adds a run, under other names, and `forge cartridges add` one of several."""
+    runs = tmp_path / "runs"
+    for name in ("r1", "r2", "r3"):
+        checkpoint(runs / "documents" / name, 1)
+    add_from_run(library, runs / "documents/r3")  # while it runs
+    for name in ("r1", "r2", "r3"):
+        (runs / "documents" / name / RESULTS).write_text('{"status": "finished"}')
+    add_from_run(library, runs / "documents/r1", {"p1": "notes.p1", "p2": "notes.p2"})
+    add_from_run(library, runs / "documents/r2", {"p2": "p2"})
+    assert noted_run(library.directory, "r2") == runs / "documents/r2"
+    assert noted_run(library.directory, "r9") is None
+    added, passed = add_finished(library, runs)
+    sources = [(one.key, one.manifest.source["run"]) for one in added]
+    assert sources == [(("p1", 2), "r2"), (("p1", 3), "r3"), (("p2", 3), "r3")]
+    assert passed == []
+    library.drop("p1", 2)
+    assert add_finished(library, runs) == ([], [])
 
 
 def test_a_run_without_what_is_asked_for(library: CartridgeStore, tmp_path: Path) -> None:

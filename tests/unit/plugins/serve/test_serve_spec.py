@@ -8,6 +8,7 @@ import pytest
 
 from cartridge_forge.plugins.serve.spec import load_serve
 from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.files import library_folder
 
 ROOT = Path(__file__).resolve().parents[4]
 SHIPPED = str(ROOT / "meshes/serve.yaml")
@@ -18,7 +19,7 @@ def test_the_shipped_file_loads_with_local_paths() -> None:
     spec = loaded.spec
     assert (spec.http.max_pending, spec.roles.generator.replicas) == (8, 1)
     assert spec.model.path == str(ROOT / "models/clinic-reader")
-    assert spec.library == str(ROOT / "library")
+    assert spec.library == str(library_folder())
     assert str(loaded.place("http.max_pending")) == "--set http.max_pending=8"
     assert str(loaded.place("library")).endswith("serve.yaml:7")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cartridge_forge.learning.decode import draw, uniforms
+from cartridge_forge.learning.draws import draw, uniforms
 from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo, read_base
 from cartridge_forge.plugins.library.names import CartridgeName
 from cartridge_forge.plugins.library.store import CartridgeStore
@@ -29,6 +29,7 @@ from cartridge_forge.plugins.vllm.kv_layout import (
 )
 from cartridge_forge.plugins.vllm.library import CartridgeLibrary, CartridgeMisfit, open_library
 from cartridge_forge.protocols.errors import DataError, PublishError, SpecError
+from cartridge_forge.protocols.logit_rules import LogitRules
 from cartridge_forge.protocols.step import PrefixRef, Sampling, composed_ref
 
 CONFIG = {
@@ -183,6 +184,18 @@ def test_the_tokens_so_far_say_which_draw_is_next() -> None:
         for _ in range(2):
             assert leave_drawn(logits.clone(), {0: row}).argmax(-1).tolist() == [expected]
         tokens.append(expected)
+
+
+def test_rules_change_what_is_drawn_and_a_greedy_choice() -> None:
+    """The likeliest of 0, 1, 2, 3 is 3, which was sampled; 0 stands in the prompt."""
+    logits = torch.tensor([[5.0, 3.0, 4.0, 6.0]]).expand(3, -1).clone()
+    streams = torch.tensor([0.0, 0.999], dtype=torch.float64)
+    penalty = LogitRules(presence_penalty=2.0, repetition_penalty=1.5)  # 10/3, 3, 4, 2
+    greedy = SeededRow(Sampling(0.0), streams, [3], rules=penalty, prompt_ids=[0])
+    likely = SeededRow(PLAIN, streams, [3], rules=LogitRules(min_p=0.9))
+    left = leave_drawn(logits, {0: greedy, 1: likely})
+    assert left.argmax(-1).tolist() == [2, 3, 3]
+    assert left[0].tolist() == pytest.approx([10 / 3, 3, 4, 2])
 
 
 def test_slots_by_hand() -> None:

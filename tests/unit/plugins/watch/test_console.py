@@ -361,3 +361,19 @@ def test_interval() -> None:
 
 def test_a_status_crosses_processes() -> None:
     assert pickle.loads(pickle.dumps(STATUS)) == STATUS  # noqa: S301  our own bytes
+
+
+def test_agreement_with_the_teacher_is_not_called_accuracy() -> None:
+    """A run on documents without questions has no right answers."""
+    agreed = {**MEASURED, "agreement": {"kl": 0.2, "kl_ci95": [0.1, 0.3], "top1": 0.636}}
+    console = plain_console()
+    console.print(arms_table({**RESULTS, "arms": {"none": None, "on_policy": agreed}}))
+    assert table_rows(console)["arm"][0] == "agreement"
+    console = plain_console()
+    console.print(arms_table({**RESULTS, "arms": {"on_policy": {**agreed, "f1": 0.4}}}))
+    assert table_rows(console)["arm"][0] == "accuracy"
+    console = plain_console()
+    with ConsoleDisplay("documents", console, clock=Clock()) as display:
+        display.update(replace(STATUS, accuracy=0.636, measure="agreement"))
+    assert "agreement 63.6%" in text_of(console)
+    assert "accuracy" not in text_of(console)

@@ -114,8 +114,9 @@ def test_a_key_is_for_the_cartridges_that_it_names(guarded: Served) -> None:
     assert status == 400
     assert b"p2" not in content
     assert raw(guarded, f"/v1/models/{MODEL}+p2", method="GET", **given)[0] == 403
-    (model,) = json.loads(raw(guarded, "/v1/models", method="GET", **given)[2])["data"]
+    model, *others = json.loads(raw(guarded, "/v1/models", method="GET", **given)[2])["data"]
     assert list(model["forge"]["cartridges"]) == ["p1"]
+    assert [one["id"] for one in others] == [f"{MODEL}+p1", f"{MODEL}+p1@1"]
 
 
 def test_auto_chooses_among_the_cartridges_of_the_key(guarded: Served) -> None:

@@ -88,6 +88,37 @@ def test_both_engines_give_the_same_structured_answers(both: dict[str, OpenAI]) 
     assert len(set(said["vllm"])) > 2
 
 
+def test_both_engines_draw_alike_with_a_bias_penalties_and_stop_tokens(
+    both: dict[str, OpenAI],
+) -> None:
+    """Greedy and drawn: token for token alike, and otherwise than without them."""
+    said: dict[str, list[Any]] = {}
+    for name, client in both.items():
+        asked: Any = {"model": MODEL, "messages": CHAT, "max_tokens": 24, "seed": 5, "n": 2}
+        said[name] = []
+        for more in (
+            {},
+            {"logit_bias": {"9": 4, "2": -100}, "frequency_penalty": 0.8, "presence_penalty": 0.3},
+            {"extra_body": {"repetition_penalty": 1.4, "stop_token_ids": [5, 9]}},
+            {"extra_body": {"min_p": 0.9}},
+        ):
+            for temperature in (0.0, 2.0):
+                answer = client.chat.completions.create(**asked, temperature=temperature, **more)
+                ended = [(one.message.content, one.finish_reason) for one in answer.choices]
+                told = [""] * 2
+                stream = client.chat.completions.create(
+                    **asked, temperature=temperature, **more, stream=True
+                )
+                for chunk in stream:
+                    told[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+                assert told == [text for text, _ in ended]
+                said[name].append(ended)
+    assert said["embedded"] == said["vllm"]
+    plain, drawn, *others = said["vllm"]
+    assert others[0] != plain
+    assert all(other != drawn for other in others[1::2])
+
+
 def test_both_engines_call_the_same_tools(both: dict[str, OpenAI]) -> None:
     """Required, streamed, and beside text that may call: token for token alike."""
     tools: list[Any] = [

@@ -55,6 +55,20 @@ def test_each_fault_is_found_by_its_check_alone(fault: Fault, sound: dict[str, l
         assert each.remedy
 
 
+@pytest.mark.parametrize(("port", "fault"), [(9999, False), (None, False), ("web", True)])
+def test_a_number_need_not_be_declared_by_a_container(
+    port: int | str | None, fault: bool, sound: dict[str, list[Any]]
+) -> None:
+    """Kubernetes forwards to it all the same; a name must be some container's."""
+    objects = copy.deepcopy(sound["overlays/serve"])
+    (service,) = [o for o in objects if o["kind"] == "Service" and o["metadata"]["name"] == "door"]
+    service["spec"]["ports"] = [{"name": "http", "port": 8080}]
+    if port is not None:
+        service["spec"]["ports"][0]["targetPort"] = port
+    faults = check_objects([Manifest(value, "tree.yaml") for value in objects], parsed_elsewhere)[0]
+    assert [f.rule for f in faults] == ["references"] * fault
+
+
 def test_the_corpus_has_names_of_its_own_and_every_check() -> None:
     assert len({fault.name for fault in ALL_FAULTS}) == len(ALL_FAULTS) == 69
     assert {f.check for f in ALL_FAULTS} == {
