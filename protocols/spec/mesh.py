@@ -276,7 +276,10 @@ class MeshSpec(JoinedSection):
         description="most seconds of one call to an actor, its retries included",
     )
     spawn_timeout_s: float = Field(
-        default=120.0, gt=0, description="most seconds to start the processes"
+        default=120.0,
+        gt=0,
+        description="most seconds in which the start of a process makes no progress: reads nothing, "
+        "prepares no cartridge and takes no memory",
     )
 
     @field_validator("name")
