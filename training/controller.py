@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from cartridge_forge.training.training_run import TrainingRun
 
 STARTING = "starting the mesh"
+LEAST_SHARE = 0.25  # of a cartridge, before which its reading is most of the time
 WHOLE = 1e-6  # shares of a cartridge add up to one but for rounding
 # The limits of an ending's steps, 28 s in all. An idle engine stops in 1 to 2 s.
 ENGINE_STOP_SECONDS, MESH_STOP_SECONDS, SINK_SECONDS = 8.0, 8.0, 6.0
@@ -382,8 +383,8 @@ class ControllerActor(Actor):
 
 class PreparationProgress:
     """Follow the preparation of cartridges: how many are done, and the seconds that the others
-    take at the rate so far, None before the first progress. `is_event` is whether another cartridge
-    was done since the last call of `moved`."""
+    take at the rate so far, None before LEAST_SHARE of one is done. `is_event` is whether another
+    cartridge was done since the last call of `moved`."""
 
     def __init__(self) -> None:
         self._latest = NOT_BEGUN
@@ -407,9 +408,9 @@ class PreparationProgress:
         count_shown = self.cartridges
         begins, self._latest = self._first is None, latest
         start, count = self._first = self._first or (now, latest.cartridges)
-        rate = (latest.cartridges - count) / (now - start) if now > start else 0.0
-        remaining = latest.total - latest.cartridges
-        self.seconds_left = round(remaining / rate, 1) if rate else None
+        prepared, remaining = latest.cartridges - count, latest.total - latest.cartridges
+        has_rate = prepared + WHOLE >= LEAST_SHARE and now > start
+        self.seconds_left = round(remaining * (now - start) / prepared, 1) if has_rate else None
         self.is_event = begins or self.cartridges > count_shown
         return True
 

@@ -57,6 +57,16 @@ def test_the_layers_of_a_cartridge_add_up_to_it() -> None:
     assert progress.cartridges == 1
 
 
+def test_the_time_left_is_told_once_a_quarter_of_a_cartridge_is_done() -> None:
+    """Most of 60 s were spent on reading: 10% are done, and what is left takes no 19 min."""
+    progress = PreparationProgress()
+    assert progress.moved(Preparation(0, 2), 0.0)
+    assert progress.moved(Preparation(0.1, 2), 60.0)
+    assert (progress.seconds_left, progress.phase) == (None, "")
+    assert progress.moved(Preparation(0.25, 2), 70.0)
+    assert progress.seconds_left == 490.0  # 1.75 / 0.25 * 70
+
+
 def test_cartridges_that_were_prepared_at_once_are_not_shown() -> None:
     progress = PreparationProgress()
     assert not progress.moved(Preparation(4, 4), 0.5)
