@@ -81,7 +81,9 @@ def installed(
         venv.create(environment, symlinks=True)
         if tool == "uv":
             words = [str(tmp_path / "tool/bin/uv"), "pip", "install", *indices_of_uv()]
-            words += ["--no-cache", "--python", str(environment / "bin/python")]
+            # As pip: the newest of all indices, where uv would read only the first with the name.
+            words += ["--index-strategy", "unsafe-best-match", "--no-cache"]
+            words += ["--python", str(environment / "bin/python")]
         else:
             words = [sys.executable, "-m", "pip", "--python", str(environment), "install", "-q"]
         called([*words, "-c", str(build_of_torch), str(file)], tmp_path)
