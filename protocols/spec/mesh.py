@@ -278,7 +278,7 @@ class MeshSpec(JoinedSection):
     spawn_timeout_s: float = Field(
         default=120.0,
         gt=0,
-        description="most seconds in which the start of a process makes no progress: reads nothing, "
+        description="most seconds in which a starting process makes no progress: reads nothing, "
         "prepares no cartridge and takes no memory",
     )
 
