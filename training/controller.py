@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from cartridge_forge.training.training_run import TrainingRun
 
 STARTING = "starting the mesh"
+SHOWN_AFTER = 2.0  # seconds of preparation
 LEAST_SHARE = 0.25  # of a cartridge, before which its reading is most of the time
 WHOLE = 1e-6  # shares of a cartridge add up to one but for rounding
 # The limits of an ending's steps, 28 s in all. An idle engine stops in 1 to 2 s.
@@ -402,12 +403,16 @@ class PreparationProgress:
 
     def moved(self, latest: Preparation, now: float) -> bool:
         """Take the latest news at `now`, monotonic seconds. Returns whether there is progress to
-        show: not of cartridges that were prepared before anybody looked."""
-        if latest == self._latest or (self._first is None and latest.share >= 1):
+        show: none in the first SHOWN_AFTER seconds, in which most starts end."""
+        if self._first is None and latest.share < 1:
+            self._first = now, latest.cartridges
+        begins = self._latest is NOT_BEGUN
+        if self._first is None or latest == self._latest or (begins and latest.share >= 1):
             return False
-        count_shown = self.cartridges
-        begins, self._latest = self._first is None, latest
-        start, count = self._first = self._first or (now, latest.cartridges)
+        start, count = self._first
+        if now - start < SHOWN_AFTER:
+            return False
+        count_shown, self._latest = self.cartridges, latest
         prepared, remaining = latest.cartridges - count, latest.total - latest.cartridges
         has_rate = prepared + WHOLE >= LEAST_SHARE and now > start
         self.seconds_left = round(remaining * (now - start) / prepared, 1) if has_rate else None

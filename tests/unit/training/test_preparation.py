@@ -33,9 +33,9 @@ def test_each_cartridge_is_an_event_and_the_time_left_is_that_of_the_rate_so_far
     assert not progress.moved(NOT_BEGUN, 0.0)
     shown = []
     for period in range(9):
-        if progress.moved(Preparation(period / 2, 4), 40.0 * period):
-            shown.append((progress.stage, progress.phase, progress.is_event))
-        assert not progress.moved(Preparation(period / 2, 4), 40.0 * period + 1), "no news"
+        for later in (0.0, 3.0, 6.0):  # of which one has news
+            if progress.moved(Preparation(period / 2, 4), 40.0 * period + later):
+                shown.append((progress.stage, progress.phase, progress.is_event))
     assert shown == [
         ("preparing cartridges, 0 of 4 done", "", True),
         ("preparing cartridges, 0 of 4 done", "about 5 min left", False),  # 3.5 of 80 s: 280 s
@@ -52,7 +52,7 @@ def test_each_cartridge_is_an_event_and_the_time_left_is_that_of_the_rate_so_far
 
 def test_the_layers_of_a_cartridge_add_up_to_it() -> None:
     progress = PreparationProgress()
-    assert progress.moved(Preparation(0, 2), 0.0)
+    assert not progress.moved(Preparation(0, 2), 0.0)
     assert progress.moved(Preparation(sum([1 / 30] * 30), 2), 30.0)  # 0.9999999999999998 or so
     assert progress.cartridges == 1
 
@@ -60,7 +60,7 @@ def test_the_layers_of_a_cartridge_add_up_to_it() -> None:
 def test_the_time_left_is_told_once_a_quarter_of_a_cartridge_is_done() -> None:
     """Most of 60 s were spent on reading: 10% are done, and what is left takes no 19 min."""
     progress = PreparationProgress()
-    assert progress.moved(Preparation(0, 2), 0.0)
+    assert not progress.moved(Preparation(0, 2), 0.0)
     assert progress.moved(Preparation(0.1, 2), 60.0)
     assert (progress.seconds_left, progress.phase) == (None, "")
     assert progress.moved(Preparation(0.25, 2), 70.0)
@@ -70,4 +70,8 @@ def test_the_time_left_is_told_once_a_quarter_of_a_cartridge_is_done() -> None:
 def test_cartridges_that_were_prepared_at_once_are_not_shown() -> None:
     progress = PreparationProgress()
     assert not progress.moved(Preparation(4, 4), 0.5)
-    assert not progress.moved(Preparation(4, 4), 1.0)
+    assert not progress.moved(Preparation(4, 4), 9.0)
+    quick = PreparationProgress()
+    assert not quick.moved(Preparation(0, 4), 0.5)
+    assert not quick.moved(Preparation(3, 4), 1.5)
+    assert not quick.moved(Preparation(4, 4), 9.0), "a start that nobody saw begin has no end"
