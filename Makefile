@@ -43,7 +43,7 @@ HELPERS := tests:tests/fakes:tests/setups:tests/scenarios:tests/clusters
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm install-verifiers install-trl install-verl install-prometheus install-browser install-helm install-moto install-slurm run run-real run-vllm serve test test-fast test-isa test-all bench-against equal-runs \
-        lint format proto proto-release constraints sbom image k8s k8s-check k8s-apiserver k8s-control-plane bench bench-vllm bench-hosts gpu-check chaos clean \
+        lint format proto proto-release constraints sbom image k8s k8s-check k8s-apiserver k8s-control-plane dist bench bench-vllm bench-hosts gpu-check chaos clean \
         install-docs docs reference reference-models
 
 help: ## show this list
@@ -255,6 +255,11 @@ constraints: ## pin in constraints*.txt every package that is installed now
 
 sbom: install ## write sbom.json: every installed package with its licence, as CycloneDX
 	$(BIN)/cyclonedx-py environment --output-reproducible --of JSON -o sbom.json $(BIN)/python
+
+# The sdist, and the wheel out of it.
+dist: install ## build dist/: the wheel that `pip install` takes, and the sdist
+	rm -rf dist
+	$(BIN)/python -m build
 
 image: ## build the image TARGET (cpu or cuda) with docker, podman or buildah; its SBOM and size
 	deploy/build_image.sh $(TARGET) $(IMAGE_OPTIONS)

@@ -22,18 +22,20 @@ from typing import Any
 
 from monarch.actor import Actor, Channel, concurrent_endpoint
 
-from cartridge_forge.protocols.step import work_done
+from cartridge_forge.protocols.step import NOT_BEGUN, Preparation, preparation, work_done
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Hold a process id, its resident memory, and its count of work (`protocols.step`)."""
+    """Hold a process id, its resident memory, its count of work and how far it has prepared its
+    cartridges (`protocols.step`)."""
 
     pid: int
     memory_bytes: int
     work: int = 0
+    prepared: Preparation = NOT_BEGUN
 
 
 class HeartbeatActor(Actor):
@@ -57,7 +59,8 @@ class HeartbeatActor(Actor):
     async def beat(self) -> Heartbeat:
         """Tell of this process."""
         self._asked = time.monotonic()
-        return Heartbeat(os.getpid(), resident_bytes(os.getpid()), work_done())
+        pid = os.getpid()
+        return Heartbeat(pid, resident_bytes(pid), work_done(), preparation())
 
     @concurrent_endpoint
     async def warm(self, prepare: Callable[[], None]) -> None:

@@ -242,6 +242,8 @@ COMMANDS = {
         *RUN, _flag("--sizing", "memory, item by item, and bytes of a step alone"),
         _flag("--json", "the tables as JSON", dest="as_json"),
     )),
+    "doctor": Command("which packages are installed, which are missing, and what each is for",
+                      "doctor:command"),
     "explain": Command("type, default, bounds and meaning of a key of meshes and configs",
                        "explain:command", (_option("key", "KEY", "such as train.lr, or train"),)),
     "ablate": Command("run a mesh with and without its channels, compare",

@@ -17,6 +17,7 @@ from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
 from cartridge_forge.plugins.replay.spec import ReplayTeacherSpec
 from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.plugins.statistics.formatting import bytes_text
+from cartridge_forge.protocols.packages import install_command, is_missing
 from cartridge_forge.protocols.secrets import secret_text
 from cartridge_forge.protocols.spec.errors import SpecProblem, combined
 from cartridge_forge.protocols.spec.mesh import (
@@ -60,6 +61,7 @@ def unmet(
         *_role_faults(spec),
         *_link_faults(spec.mesh.hosts),
         *_input_faults(RsaLearn.of(spec.learn)),
+        *(_package_faults(RsaLearn.of(spec.learn)) if spec.mesh.hosts.kind == "local" else ()),
     ]
     return located(faults, location_of)
 
@@ -74,6 +76,14 @@ def slow_products(spec: RunSpec) -> list[str]:
         "warning: model.dtype is bfloat16, for which this processor has no instructions (AMX, "
         "AVX-512 BF16): about 5 times slower than float32; set model.dtype=auto"
     ]
+
+
+def plane_notes(spec: RunSpec) -> list[str]:
+    """Return a note where another tensor plane stands in for the one that the spec names."""
+    mesh = spec.mesh
+    if mesh.plane in ("auto", mesh.carrier):
+        return []
+    return [f"plane: {mesh.carrier} instead of {mesh.plane}: {mesh.carrier_reason}"]
 
 
 def located(
@@ -238,6 +248,18 @@ def _model_remedy(model: Path) -> str:
     root, name = maker.parents[2], maker.parent.name
     enter = "" if Path.cwd() == root else f"cd {shlex.quote(str(root))} && "
     return f"make it: {enter}python -m examples.{name}.make_model"
+
+
+def _package_faults(learn: RsaLearn) -> Iterator[Fault]:
+    """Yield a fault for each package that is not here and that the run's tasks are made with."""
+    played = learn.episodes.played if learn.episodes is not None else ()
+    for key, kind, module in (
+        *(("episodes.environment.kind", "desk", "openenv") for e in played if e.kind == "desk"),
+        ("rsa.problems.kind", learn.rsa and learn.rsa.problems.kind, "reasoning_gym"),
+    ):
+        if kind in ("desk", "reasoning_gym") and is_missing(module):
+            why = f"needs {module}, which is not installed"
+            yield key, kind, why, f"run `{install_command(module)}`"
 
 
 def _input_faults(learn: RsaLearn) -> Iterator[Fault]:

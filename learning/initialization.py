@@ -32,7 +32,7 @@ from cartridge_forge.learning.teacher import DocumentKVCache, context_ids, docum
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.plugins import optional, resolve
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.step import SEPARATOR, stream_seed
+from cartridge_forge.protocols.step import SEPARATOR, set_preparation, stream_seed
 
 CHUNKS = 8  # at most, and so few that each has LEAST tokens
 LEAST = 4
@@ -120,7 +120,9 @@ def initial_cartridges(
     """
     by_name = {source.name: source for source in sources}
     cartridges = {}
-    for name in sorted({*by_name, *starts}):
+    names = sorted({*by_name, *starts})
+    for count, name in enumerate(names):
+        set_preparation(count, len(names))
         source = by_name.get(name)
         if source is not None:
             check_longer(name, len(source.ids), start.tokens)
@@ -130,6 +132,7 @@ def initial_cartridges(
         else:
             assert source is not None
             cartridges[name] = INITS[start.init](model, source, start).float(), start.frozen
+    set_preparation(len(names), len(names))
     return cartridges
 
 

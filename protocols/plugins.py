@@ -22,6 +22,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
 
 from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.packages import install_command
 
 GROUP = "cartridge_forge.plugins"
 Kind = Literal[
@@ -138,7 +139,7 @@ def load(plugin: Plugin, kind: Kind, name: str) -> Any:
             ) from error
         raise SpecError(
             f"{what} needs the package {missing}, which is not installed here; run "
-            f"`pip install {missing}`, or leave {name} out"
+            f"`{install_command(missing)}`, or leave {name} out"
         ) from error
     if not hasattr(imported, attribute):
         raise SpecError(

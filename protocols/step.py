@@ -679,6 +679,41 @@ def work_done() -> int:
     return _done
 
 
+@dataclass(frozen=True)
+class Preparation:
+    """Hold how many of its cartridges a process has prepared, with the share of the one in
+    progress, and how many it prepares in all: 1.25 of 4. 0 of 0 before it begins."""
+
+    cartridges: float = 0.0
+    total: int = 0
+
+    @property
+    def share(self) -> float:
+        return self.cartridges / self.total if self.total else 1.0
+
+
+NOT_BEGUN = Preparation()
+_preparation = NOT_BEGUN
+
+
+def set_preparation(cartridges: float, total: int) -> None:
+    """Tell that this process has prepared so many cartridges of `total`."""
+    global _preparation
+    _preparation = Preparation(cartridges, total)
+
+
+def advance_preparation(share: float) -> None:
+    """Tell that another share of the cartridge in progress is prepared, where one is."""
+    if _preparation.share < 1:
+        set_preparation(_preparation.cartridges + share, _preparation.total)
+    count_work(1)
+
+
+def preparation() -> Preparation:
+    """Return how far this process has prepared its cartridges."""
+    return _preparation
+
+
 def unique_key(stem: str) -> str:
     """Return a key that no other put has, even when a call is repeated after its replica died. Keys
     affect no result, so their suffix need not come from a seeded generator."""

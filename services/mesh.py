@@ -29,7 +29,7 @@ from cartridge_forge.protocols.spec.mesh import MODEL_ROLES, RoleSpec, RunSpec
 from cartridge_forge.protocols.spec.model import ModelSpec
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
 from cartridge_forge.protocols.spec.services import HealthSpec
-from cartridge_forge.protocols.step import CartridgeSnapshot, require_ids
+from cartridge_forge.protocols.step import NOT_BEGUN, CartridgeSnapshot, Preparation, require_ids
 from cartridge_forge.services.clients import TrainerClient, use_plane
 from cartridge_forge.services.forkserver.client import bootstrap_command
 from cartridge_forge.services.planes.open import OwnedPlane, PlaneRelays, import_plane, open_plane
@@ -112,6 +112,13 @@ class Mesh:
                     with contextlib.suppress(PlaneError):
                         await use_plane(pool, next(self._told), plane)
             self.plane = plane
+
+    @property
+    def preparation(self) -> Preparation:
+        """Return how far the trainer has prepared its cartridges, as it last told."""
+        replicas = self.pools["trainer"].replicas if "trainer" in self.pools else ()
+        prepared = (r.process.prepared for r in replicas if r.process is not None)
+        return next(prepared, NOT_BEGUN)
 
     async def keep(self, snapshot: CartridgeSnapshot) -> None:
         """Have the store's host hold a published version too, where relays hand it on. Raises

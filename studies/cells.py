@@ -7,7 +7,14 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
-from cartridge_forge.plugins.statistics.intervals import mean_interval, wilson_interval
+from cartridge_forge.plugins.statistics.intervals import (
+    ANY,
+    SHARE,
+    SHARE_DIFFERENCE,
+    Bounds,
+    mean_interval,
+    wilson_interval,
+)
 
 Units = dict[Any, float]  # an outcome by document, desk or article
 
@@ -21,30 +28,26 @@ def table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
 
 
 def spread(
-    values: Iterable[float], form: str, scale: float = 1.0, most: float = math.inf
+    values: Iterable[float], form: str, scale: float = 1.0, bounds: Bounds = ANY
 ) -> tuple[str, str]:
-    """Return a mean and its Student's 95% interval. Both are scaled, and the interval is cut to 0
-    to `most` where `most` is finite; it is empty for fewer than two values."""
-    scaled = [scale * value for value in values]
-    if not scaled:
+    """Return a mean and its Student's 95% interval within `bounds`, both then scaled. The interval
+    is empty for fewer than two values."""
+    outcomes = list(values)
+    if not outcomes:
         return "", ""
-    bounds = mean_interval(scaled)
-    if bounds is None:
-        return format(fmean(scaled), form), ""
-    low, high = bounds
-    if most < math.inf:
-        low, high = max(low, 0.0), min(high, most)
-    return format(fmean(scaled), form), f"{low:{form}} to {high:{form}}"
+    mean = format(scale * fmean(outcomes), form)
+    interval = mean_interval(outcomes, bounds)
+    return mean, "" if interval is None else " to ".join(format(scale * x, form) for x in interval)
 
 
 def points(values: Iterable[float]) -> tuple[str, str]:
     """Return the mean of differences of shares, in points."""
-    return spread(values, "+.1f", 100.0)
+    return spread(values, "+.1f", 100.0, SHARE_DIFFERENCE)
 
 
 def shares(values: Iterable[float]) -> tuple[str, str]:
-    """Return the mean of shares in percent, its interval cut to 0 to 100."""
-    return spread(values, ".1f", 100.0, 100.0)
+    """Return the mean of shares in percent."""
+    return spread(values, ".1f", 100.0, SHARE)
 
 
 def counted(k: int, n: int) -> tuple[str, str]:

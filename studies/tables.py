@@ -23,7 +23,14 @@ import yaml
 from cartridge_forge.plugins.clinic.text import said_answer
 from cartridge_forge.plugins.evaluate.compare import AnswerSource, compare_groups, grouped
 from cartridge_forge.plugins.statistics.formatting import seconds_text
-from cartridge_forge.plugins.statistics.intervals import holm, mean_p, wilson_interval
+from cartridge_forge.plugins.statistics.intervals import (
+    ANY,
+    AT_LEAST_ZERO,
+    SHARE_DIFFERENCE,
+    holm,
+    mean_p,
+    wilson_interval,
+)
 from cartridge_forge.plugins.watch.console import duration, interval, percent
 from studies import archive
 from studies.archive import KeptRun, document, rows
@@ -394,7 +401,7 @@ def seeds(study: str, sweep: str) -> Table:
     every = sorted({seed for units in by_arm.values() for seed in units})
     body = []
     for arm, units in sorted(by_arm.items()):
-        mean, bounds = spread(units.values(), ".1f", 100.0, 100.0)
+        mean, bounds = shares(units.values())
         low, _, high = bounds.partition(" to ")
         cells = [f"{100 * units[seed]:.1f}%" if seed in units else "" for seed in every]
         body.append([arm, *cells, f"{mean}%", f"{low}% to {high}%" if bounds else ""])
@@ -602,7 +609,7 @@ def document_arms(study: str, sweep: str) -> Table:
         right, nats = outcome.units("right, points"), outcome.units("nats a token")
         body.append(
             [arm, direction, str(len(right)), *shares(right.values()),
-             *spread(nats.values(), ".2f")]
+             *spread(nats.values(), ".2f", bounds=AT_LEAST_ZERO)]
         )  # fmt: skip
     heads = ["arm", "KL", "documents", "right, %", "95% interval", "nats a token", "95% interval"]
     return heads, body
@@ -612,15 +619,15 @@ def document_comparisons(study: str, sweep: str, kind: str) -> Table:
     """Return the study's comparisons over documents."""
     outcomes, tests = document_outcomes(study, sweep), []
     for arm, other in COMPARISONS[study, sweep, kind]:
-        for outcome, scale, form in (
-            ("right, points", 100.0, "+.1f"),
-            ("nats a token", 1.0, "+.2f"),
+        for outcome, form, scale, bounds in (
+            ("right, points", "+.1f", 100.0, SHARE_DIFFERENCE),
+            ("nats a token", "+.2f", 1.0, ANY),
         ):
             gaps = paired(outcomes[arm].units(outcome), outcomes[other].units(outcome))
             ours, _, direction = arm.rpartition(", ")
             theirs = other.rpartition(", ")[0]
             cells = [f"{ours} over {theirs}", direction, outcome, str(len(gaps))]
-            tests.append(([*cells, *spread(gaps, form, scale)], gaps))
+            tests.append(([*cells, *spread(gaps, form, scale, bounds)], gaps))
     adjusted = holm([mean_p(gaps) for _, gaps in tests])
     body = [[*cells, p_value(p)] for (cells, _), p in zip(tests, adjusted, strict=True)]
     return ["arms", "KL", "outcome", "documents", "difference", "95% interval", "p (Holm)"], body
@@ -631,9 +638,9 @@ def article_arms(study: str, sweep: str) -> Table:
     body = [
         [arm, str(len(outcome.tokens)), f"{fmean(outcome.tokens):,.0f}",
          f"{fmean(outcome.seconds):,.0f}" if outcome.seconds else "",
-         *spread(outcome.units(ANSWERS).values(), ".2f"),
+         *spread(outcome.units(ANSWERS).values(), ".2f", bounds=AT_LEAST_ZERO),
          f"{fmean(outcome.passages):.2f}" if outcome.passages else "",
-         *spread(outcome.units(AFTER_OWN).values(), ".2f")]
+         *spread(outcome.units(AFTER_OWN).values(), ".2f", bounds=AT_LEAST_ZERO)]
         for arm, outcome in article_outcomes(study, sweep).items()
     ]  # fmt: skip
     heads = ["arm", "seeds", "trained tokens", "seconds", "answers", "95% interval", "passages"]

@@ -38,7 +38,7 @@ def run(
             mesh=mesh, overlays=overlays, sets=sets, run_dir=run_dir, continues=continues,
             alone=alone,
         )  # fmt: skip
-    from cartridge_forge.forge_run.preflight import require_runnable, slow_products
+    from cartridge_forge.forge_run.preflight import plane_notes, require_runnable, slow_products
     from cartridge_forge.plugins.watch.telemetry.hub import require_sinks
 
     loaded, notes = resolved(mesh, overlays, sets, run_dir, continues, alone=alone)
@@ -56,9 +56,10 @@ def run(
     from cartridge_forge.forge_run.launch import run as go
     from cartridge_forge.forge_run.model_check import check_for_run
 
-    for line in (*notes, *slow_products(loaded.spec), *check_for_run(loaded.spec)):
+    spec = loaded.spec
+    for line in (*notes, *plane_notes(spec), *slow_products(spec), *check_for_run(spec)):
         print(line, file=sys.stderr)
-    return go(loaded.spec, run_dir=run_dir, resume=resume, grace_s=grace, sized=roles_sized(loaded))
+    return go(spec, run_dir=run_dir, resume=resume, grace_s=grace, sized=roles_sized(loaded))
 
 
 def roles_sized(loaded: LoadedSpec) -> list[str]:

@@ -22,7 +22,7 @@ from cartridge_forge.plugins.statistics.formatting import (
     markdown_table,
     markdown_text,
 )
-from cartridge_forge.plugins.statistics.intervals import mean_interval
+from cartridge_forge.plugins.statistics.intervals import SHARE, SHARE_DIFFERENCE, mean_interval
 from cartridge_forge.plugins.watch.console import UNKNOWN, percent
 from cartridge_forge.plugins.watch.report.plots import (
     HUES,
@@ -76,9 +76,8 @@ class SweepRow:
 
     @property
     def ci95(self) -> tuple[float, float] | None:
-        """Return the interval of the mean, clipped to 0..1; None with one seed."""
-        interval = mean_interval(self.accuracy)
-        return None if interval is None else (max(0.0, interval[0]), min(1.0, interval[1]))
+        """Return the interval of the mean, within 0..1; None with one seed."""
+        return mean_interval(self.accuracy, SHARE)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -179,7 +178,7 @@ def _cells(
 def _gain_cells(gain: Sequence[float] | None) -> tuple[str, str]:
     if gain is None:
         return UNKNOWN, UNKNOWN
-    return f"{fmean(gain):+.1%}", interval_text(mean_interval(gain), "+.1f", 100)
+    return f"{fmean(gain):+.1%}", interval_text(mean_interval(gain, SHARE_DIFFERENCE), "+.1f", 100)
 
 
 def _reward_cells(spec: SweepSpec, rows: Sequence[SweepRow], row: SweepRow) -> tuple[str, ...]:
@@ -309,10 +308,9 @@ def _draw_curves(axes: Axes, curves: Mapping[str, Sequence[Point]], *, joined: b
     for i, (arm, points) in enumerate(curves.items()):
         x, y = zip(*sorted(points, key=lambda point: point[0]), strict=True)
         means = [fmean(values) for values in y]
-        spans = [mean_interval(values) or (m, m) for values, m in zip(y, means, strict=True)]
-        clipped = [(max(0.0, low), min(1.0, high)) for low, high in spans]
+        spans = [mean_interval(values, SHARE) or (m, m) for values, m in zip(y, means, strict=True)]
         error_bars(
-            axes, x, means, clipped, label=arm, color=hue(i), marker=MARKERS[i % len(MARKERS)],
+            axes, x, means, spans, label=arm, color=hue(i), marker=MARKERS[i % len(MARKERS)],
             markersize=4, linewidth=1, elinewidth=0.5,
             linestyle="" if not joined else "-" if i < len(HUES) else "--",
         )  # fmt: skip

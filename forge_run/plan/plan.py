@@ -115,7 +115,11 @@ def _run_section(spec: RunSpec) -> TableSection:
             ("run directory", f"{spec.default_run_root}/<run>"),
             ("tensor plane", f"{mesh.carrier}: {mesh.carrier_reason}"),
             *([] if mesh.hosts.kind == "local" else [("publish", mesh.publish_reason)]),
-            ("time-outs", f"{mesh.call_timeout_s:g} s a call, {mesh.spawn_timeout_s:g} s to start"),
+            (
+                "time-outs",
+                f"{mesh.call_timeout_s:g} s a call, {mesh.spawn_timeout_s:g} s of a start without "
+                "progress",
+            ),
         ),
     )
 

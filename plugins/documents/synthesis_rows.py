@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import replacing
+from cartridge_forge.protocols.packages import extra_command
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 SCHEMA = 1
-PARQUET_REMEDY = "run `pip install -e '.[parquet]'`, or use the JSON lines"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +145,11 @@ def few_turns(turns: Iterable[tuple[str, str, str]]) -> list[str]:
     return warnings
 
 
+def parquet_remedy() -> str:
+    """Return what to do where Parquet cannot be read or written."""
+    return f"run `{extra_command('parquet')}`, or use the JSON lines"
+
+
 def write_parquet(rows: Sequence[StudyRow], path: Path) -> None:
     """Write the rows as one Parquet file, nested lists as lists, samplings as JSON texts. Raises
     DataError where pyarrow is not installed."""
@@ -153,7 +158,7 @@ def write_parquet(rows: Sequence[StudyRow], path: Path) -> None:
         from pyarrow import parquet
     except ImportError:
         raise DataError(
-            f"Parquet needs pyarrow, which is not installed; {PARQUET_REMEDY}"
+            f"Parquet needs pyarrow, which is not installed; {parquet_remedy()}"
         ) from None
     span, ids, floats = pa.list_(pa.int64(), 2), pa.list_(pa.int32()), pa.list_(pa.float32())
     types = {

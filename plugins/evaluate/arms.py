@@ -39,6 +39,8 @@ from cartridge_forge.plugins.evaluate.records import (
 )
 from cartridge_forge.plugins.evaluate.spec import EvalSpec
 from cartridge_forge.plugins.statistics.intervals import (
+    AT_LEAST_ZERO,
+    SHARE_DIFFERENCE,
     mean_interval,
     paired_difference,
     resamples,
@@ -118,7 +120,7 @@ def pairs(
     draws = resamples(documents, [q.fact for q in questions], spec.resamples, spec.seed)
     comparisons = []
     for a, b in combinations(sat, 2):
-        estimate = paired_difference(a.scores, b.scores, draws)
+        estimate = paired_difference(a.scores, b.scores, draws, SHARE_DIFFERENCE)
         comparisons.append(
             PairedDifference(
                 a=a.row["arm"], b=b.row["arm"], difference=estimate.mean, ci95=list(estimate.ci95),
@@ -475,7 +477,7 @@ def _agreement(
     mean = fmean(kl)
     return Agreement(
         kl=mean,
-        kl_ci95=list(mean_interval(kl) or (mean, mean)),
+        kl_ci95=list(mean_interval(kl, AT_LEAST_ZERO) or (mean, mean)),
         top1=fmean(agreement),
         tokens=sum(len(e.answer_ids) for e in exams),
     )

@@ -20,6 +20,8 @@ from typing import Any, cast
 
 from cartridge_forge.plugins.statistics.formatting import TableSection, facts, lines
 from cartridge_forge.plugins.statistics.intervals import (
+    ANY,
+    SHARE_DIFFERENCE,
     ClusterResamples,
     holm,
     paired_difference,
@@ -33,6 +35,7 @@ from cartridge_forge.protocols.spec.loading import load_resolved
 from cartridge_forge.services.run_directory import EVAL_ANSWERS, RunDirectory
 
 METRICS = ("right", "nll", "reward", "accepted", "own_kl", "precision")
+SHARES = ("right", "accepted", "precision")  # of those, the ones that lie in 0..1
 UNTRAINED = (
     "none",
     "document",
@@ -246,7 +249,9 @@ def _compared(
             "ask more questions"
         )
     first, second = [x for _, x, _ in values], [y for _, _, y in values]
-    estimate = paired_difference(first, second, drawn)
+    estimate = paired_difference(
+        first, second, drawn, SHARE_DIFFERENCE if metric in SHARES else ANY
+    )
     several = len(set(documents))
     return Comparison(
         metric=metric, a=name_a, b=name_b, n=len(values), of_a=len(a), of_b=len(b),

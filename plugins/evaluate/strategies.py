@@ -33,7 +33,11 @@ from cartridge_forge.plugins.clinic.findings import (
 from cartridge_forge.plugins.clinic.text import Patient
 from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, LongHealthQuestion
 from cartridge_forge.plugins.evaluate.spec import FrontierArm, FrontierSpec
-from cartridge_forge.plugins.statistics.intervals import mean_interval, wilson_interval
+from cartridge_forge.plugins.statistics.intervals import (
+    SHARE_DIFFERENCE,
+    mean_interval,
+    wilson_interval,
+)
 from cartridge_forge.plugins.strategies.catalog import Strategy, parse, run
 from cartridge_forge.plugins.strategies.problem import Judge, StrategyResult
 from cartridge_forge.plugins.strategies.samplers.sampler import Sampler
@@ -235,7 +239,7 @@ def _row(
         latency=fmean(r.spent.seconds for r in results),
         seconds=seconds,
         gain=None if gains is None else fmean(gains),
-        gain_ci95=None if gains is None else mean_interval(gains),
+        gain_ci95=None if gains is None else mean_interval(gains, SHARE_DIFFERENCE),
         f1=fmean(map(_f1, answers)) if parts > 1 else None,
     )
 

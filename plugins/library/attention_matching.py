@@ -41,6 +41,7 @@ from cartridge_forge.learning.decoder import KeyFrequencies, LanguageModel
 from cartridge_forge.learning.initialization import NO_STUDY, StudyPrompts
 from cartridge_forge.learning.ranks import concurrently, most_beside
 from cartridge_forge.plugins.library.reference_rows import ReferenceRow, reference_rows
+from cartridge_forge.protocols.step import advance_preparation
 
 SCORE_NUMBERS = 2**24  # of scores in memory together: 64 MiB
 UPDATES = 30  # of the weights of mass
@@ -293,6 +294,7 @@ class MatchingAttention:
         )
         entries = self._fitted(layer, q_s, own_out, own_sums, targets, moved, neighbours, options)
         self.entries.append(entries)
+        advance_preparation(1 / len(self.model.layers))
         read = attend(
             q_s, k_s, v_s, self.student, [torch.cat([neighbours, entries], dim=2)], options
         )

@@ -13,8 +13,8 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.protocols.packages import extra_command
 
-REMEDY = "install cartridge-forge[object-store]"
 CONNECT_SECONDS = 5
 CALL_SECONDS = 60  # of one request, with its bytes
 RETRY_SECONDS = 20  # after which no request is tried again
@@ -51,7 +51,8 @@ class ObjectStore:
             import obstore
             from obstore.store import from_url
         except ImportError as error:
-            raise StoreError(f"records.store {url} needs obstore; {REMEDY}") from error
+            remedy = f"run `{extra_command('object-store')}`"
+            raise StoreError(f"records.store {url} needs obstore; {remedy}") from error
         self.url = url
         self._client: Any = obstore
         # Options that are given replace the environment's, AWS_ALLOW_HTTP among them.

@@ -30,7 +30,7 @@ from cartridge_forge.plugins.rsa.client import RSAAggregatorClient
 from cartridge_forge.plugins.rsa.problems import ProblemSource, open_source
 from cartridge_forge.plugins.rsa.rollouts import CandidateRecord, PlayedRun, RSAStart, play
 from cartridge_forge.plugins.rsa.spec import RsaLearn
-from cartridge_forge.plugins.statistics.intervals import mean_interval
+from cartridge_forge.plugins.statistics.intervals import SHARE, mean_interval
 from cartridge_forge.plugins.strategies.rsa.populations import RSAProblem, reward
 from cartridge_forge.protocols.episodes import Episode, Observation, Task, Turn
 from cartridge_forge.protocols.errors import DataError, RunError
@@ -366,10 +366,11 @@ def populations(runs: Sequence[PlayedRun]) -> PopulationMeans:
 def measured(runs: Sequence[PlayedRun]) -> MeasuredAccuracy:
     """Return accuracy, one run a question, with an interval over questions by Student's t."""
     rates = populations(runs)
-    low, high = mean_interval([run.metrics(-1)["mean_accuracy"] for run in runs]) or (0.0, 1.0)
+    accuracies = [run.metrics(-1)["mean_accuracy"] for run in runs]
+    low, high = mean_interval(accuracies, SHARE) or SHARE
     return MeasuredAccuracy(
         accuracy=rates["accuracy"][-1],
-        ci95=[max(0.0, low), min(1.0, high)],
+        ci95=[low, high],
         n=len(runs),
         parse_failures=sum(g.candidate.answer is None for r in runs for g in r.populations[-1]),
         populations=rates,

@@ -246,7 +246,10 @@ class ServeSpec(SpecSection):
     spares: int = Field(default=0, ge=0, description="warm processes to take a dead one's place")
     health: HealthSpec = Field(default=HealthSpec(), description="heartbeats of every process")
     spawn_timeout_s: float = Field(
-        default=120.0, gt=0, description="most seconds to start the processes"
+        default=120.0,
+        gt=0,
+        description="most seconds in which a starting process makes no progress: reads nothing, "
+        "prepares no cartridge and takes no memory",
     )
 
     @field_validator("name")

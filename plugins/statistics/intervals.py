@@ -7,11 +7,17 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import atan, cos, pi, sin, sqrt, tan
+from math import inf, isfinite, sqrt
 from operator import sub
 from statistics import fmean, pstdev, stdev
 
-Z95 = 1.959963984540054  # the 97.5% quantile of the standard normal distribution
+Bounds = tuple[float, float]  # the least and the greatest value that a quantity can have
+ANY: Bounds = (-inf, inf)
+AT_LEAST_ZERO: Bounds = (0.0, inf)
+SHARE: Bounds = (0.0, 1.0)
+SHARE_DIFFERENCE: Bounds = (-1.0, 1.0)
+
+NO_SPREAD = 1e-12  # equal means of unequal sums may differ by an ulp
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
@@ -26,70 +32,73 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
         raise ValueError(f"successes must lie in 0..n: got {successes} of n = {n}")
     if n == 0:
         return 0.0, 1.0
-    z2 = Z95 * Z95
-    centre = (successes + z2 / 2) / (n + z2)
-    half = Z95 * sqrt(successes * (n - successes) / n + z2 / 4) / (n + z2)
-    # The bounds at k = 0 and k = n are exact; rounding must not move them by an ulp.
-    lo = 0.0 if successes == 0 else centre - half
-    hi = 1.0 if successes == n else centre + half
-    return lo, hi
+    from scipy.stats import binomtest  # a second to import
+
+    interval = binomtest(successes, n).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+def mean_interval(values: Sequence[float], bounds: Bounds = ANY) -> tuple[float, float] | None:
     """Return the mean's 95% interval by Student's t, or None for one value, which has no spread.
 
-    For independent, about normal values: `mean_interval([1, 2, 3])` is 2 -+ 4.303 / sqrt(3). Raises
-    ValueError for no values. Source: Student, "The probable error of a mean", Biometrika 6 (1908),
-    1-25.
+    For independent, about normal values: `mean_interval([1, 2, 3])` is 2 -+ 4.303 / sqrt(3). It is
+    cut at `bounds`, which takes nothing from how often it covers the mean; where all values lie on
+    one of two bounds it is the exact interval of n of n. Raises ValueError for no values. Source:
+    Student, "The probable error of a mean", Biometrika 6 (1908), 1-25.
     """
     n = len(values)
     if n == 0:
         raise ValueError("a mean needs a value: got none")
     if n == 1:
         return None
-    mean, half = fmean(values), student_t95(n - 1) * stdev(values) / sqrt(n)
-    return mean - half, mean + half
+    return _student_interval(fmean(values), stdev(values) / sqrt(n), n, bounds)
 
 
 def mean_p(values: Sequence[float]) -> float:
     """Return the two-sided p-value by Student's t of a mean that is zero; 1 for fewer than two
     values. `mean_p([1, 2, 3])` is 0.074: t is 2 * sqrt(3) at 2 degrees of freedom."""
     n = len(values)
-    if n < 2:
-        return 1.0
-    mean, error = fmean(values), stdev(values) / sqrt(n)
-    if error == 0:
-        return 0.0 if mean else 1.0
-    return 1 - _within(atan(abs(mean) / error / sqrt(n - 1)), n - 1)
+    return 1.0 if n < 2 else _student_p(fmean(values), stdev(values) / sqrt(n), n)
 
 
 def student_t95(freedom: int) -> float:
     """Return the t with P(|T| <= t) = 0.95 at `freedom` >= 1 degrees of freedom.
 
-    `student_t95(2)` is 4.303. The probability is a finite sum in the angle atan(t / sqrt(freedom)),
-    inverted by bisection. Raises ValueError for freedom < 1.
-    Source: M. Abramowitz and I. A. Stegun, Handbook of Mathematical Functions (1964), 26.7.3-4.
+    `student_t95(2)` is 4.303. Raises ValueError for freedom < 1.
     """
     if freedom < 1:
         raise ValueError(f"freedom must be >= 1: got {freedom}")
-    # t <= 12.71, that of one degree, bounds the angle.
-    lo, hi = 0.0, atan(13.0 / sqrt(freedom))
-    for _ in range(60):
-        middle = (lo + hi) / 2
-        lo, hi = (middle, hi) if _within(middle, freedom) < 0.95 else (lo, middle)
-    return sqrt(freedom) * tan(hi)
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, 0.975))
 
 
-def _within(angle: float, freedom: int) -> float:
-    """Return P(|T| <= sqrt(freedom) tan(angle))."""
-    odd = freedom % 2
-    term = cos(angle) if odd else 1.0
-    total = 0.0
-    for power in range(odd, freedom - 1, 2):
-        total += term
-        term *= cos(angle) ** 2 * (power + 1) / (power + 2)
-    total *= sin(angle)
-    return (angle + total) * 2 / pi if odd else total
+def _student_interval(mean: float, error: float, units: int, bounds: Bounds) -> tuple[float, float]:
+    """Return the 95% interval of a mean over `units` with the standard error `error`."""
+    low, high = bounds
+    if error <= NO_SPREAD and isfinite(high - low) and min(mean - low, high - mean) <= NO_SPREAD:
+        # All of the units lie on one bound. Clopper and Pearson's interval of their share is
+        # 0.025^(1/n) to 1, and the others may lie on the other bound.
+        from scipy.stats import binomtest
+
+        least = float(binomtest(units, units).proportion_ci(method="exact").low)
+        width = (1 - least) * (high - low)
+        return (low, low + width) if mean - low <= NO_SPREAD else (high - width, high)
+    half = student_t95(units - 1) * error
+    return max(low, mean - half), min(high, mean + half)
+
+
+def _student_p(mean: float, error: float, units: int) -> float:
+    """Return the two-sided p-value of a zero mean; without spread that of the units' signs."""
+    if abs(mean) <= NO_SPREAD:
+        return 1.0
+    if error <= NO_SPREAD:
+        from scipy.stats import binomtest
+
+        return float(binomtest(units, units).pvalue)
+    from scipy.special import stdtr
+
+    return float(2 * stdtr(units - 1, -abs(mean) / error))
 
 
 @dataclass(frozen=True)
@@ -143,33 +152,30 @@ def resamples(
 
 
 def paired_difference(
-    a: Sequence[float], b: Sequence[float], draws: ClusterResamples
+    a: Sequence[float], b: Sequence[float], draws: ClusterResamples, bounds: Bounds = ANY
 ) -> Difference:
-    """Return the difference b - a over questions.
+    """Return the difference b - a over questions; of shares, `bounds` is SHARE_DIFFERENCE.
 
     The interval is mean -+ t * SE: SE is the standard deviation over the resamples times
     sqrt(n / (n - 1)), and t is Student's with n - 1 degrees of freedom, for n units. Percentiles of
     the resamples are too narrow for few units (T. Hesterberg, "What teachers should know about the
-    bootstrap", The American Statistician 69 (2015), 371-386). A p-value is at least 1 over the
-    count of resamples plus 1. With one unit the interval is that of no spread, and p is 1.
+    bootstrap", The American Statistician 69 (2015), 371-386). The interval is cut at `bounds`;
+    where every unit lies on one bound it is the exact one of n of n. A p-value is that of the signs
+    where the units do not differ, and at least 1 over the count of resamples plus 1. One unit tells
+    nothing of others: p is 1, and the interval is that of no spread.
     """
     differences = list(map(sub, b, a))
     mean = fmean(differences)
     means = [sum(map(differences.__getitem__, d)) / len(d) for d in draws.drawn]
     count, units = len(means), draws.units
-    # Equal means of unequal sums may differ by an ulp, which is not a sign.
-    low = sum(m <= 1e-12 for m in means) / count
-    high = sum(m >= -1e-12 for m in means) / count
+    low = sum(m <= NO_SPREAD for m in means) / count
+    high = sum(m >= -NO_SPREAD for m in means) / count
     share = min(1.0, 2 * min(low, high))
     if units == 1:
         return Difference(mean, (mean, mean), share, 1.0)
     error = pstdev(means) * sqrt(units / (units - 1))
-    half = student_t95(units - 1) * error
-    if error > 1e-12:
-        p = 1 - _within(atan(abs(mean) / error / sqrt(units - 1)), units - 1)
-    else:
-        p = 1.0 if abs(mean) <= 1e-12 else 0.0
-    return Difference(mean, (mean - half, mean + half), share, max(p, 1 / (count + 1)))
+    p = max(_student_p(mean, error, units), 1 / (count + 1))
+    return Difference(mean, _student_interval(mean, error, units, bounds), share, p)
 
 
 def holm(p: Sequence[float]) -> list[float]:

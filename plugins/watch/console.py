@@ -99,6 +99,7 @@ class ConsoleDisplay:
             ("cartridge v{}", status.version if status.steps else None),
             ("{:,.0f} tokens/s", status.tokens_per_second), ("{} left", remaining),
             ("{}", status.message if status.message != last_message else None),
+            ("{}", status.phase if status.phase and not status.steps else None),
             ("error: {}", status.error or None),
         )  # fmt: skip
         return "  ".join([*parts, *(form.format(x) for form, x in fields if x is not None)])

@@ -29,6 +29,7 @@ WITHIN = ("environment", "orchestration")  # of them: only an environment worked
 RunOutcome = Literal["finished", "stopped", "failed"]
 EventName = Literal[
     "run_started",
+    "preparing",  # cartridges, total, seconds_left: of a start that takes time, for each cartridge
     "role_ready",
     # {"time": "2026-07-26T10:15:42.120Z", "event": "step", "arm": "on_policy", "step": 12,
     # "seconds": {"rollout": 0.4, "score": 0.1, "train": 0.3, "publish": 0.01, "environment":

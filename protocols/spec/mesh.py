@@ -29,6 +29,7 @@ from pydantic import (
     field_validator,
 )
 
+from cartridge_forge.protocols.packages import install_command, is_missing
 from cartridge_forge.protocols.plugins import Kind, installed
 from cartridge_forge.protocols.spec.base import (
     AsTuple,
@@ -237,7 +238,7 @@ class MeshSpec(JoinedSection):
     plane: Literal["torchstore", "shared_memory", "auto"] = Field(
         default="torchstore",
         description="what carries tensors between processes; auto: shared_memory where all are on "
-        "one host, else torchstore",
+        "one host, else torchstore; shared_memory stands in for torchstore on one host without it",
     )
     publish: Literal["auto", "relayed", "direct"] = Field(
         default="auto",
@@ -275,7 +276,10 @@ class MeshSpec(JoinedSection):
         description="most seconds of one call to an actor, its retries included",
     )
     spawn_timeout_s: float = Field(
-        default=120.0, gt=0, description="most seconds to start the processes"
+        default=120.0,
+        gt=0,
+        description="most seconds in which a starting process makes no progress: reads nothing, "
+        "prepares no cartridge and takes no memory",
     )
 
     @field_validator("name")
@@ -340,13 +344,21 @@ class MeshSpec(JoinedSection):
     @property
     def carrier(self) -> Literal["torchstore", "shared_memory"]:
         """Return the tensor plane that is used."""
-        if self.plane != "auto":
+        if self.plane != "auto" and not self._lacks_torchstore:
             return self.plane
         return "shared_memory" if self.hosts.kind == "local" else "torchstore"
 
     @property
+    def _lacks_torchstore(self) -> bool:
+        one_host = self.plane == "torchstore" and self.hosts.kind == "local"
+        return one_host and is_missing("torchstore")
+
+    @property
     def carrier_reason(self) -> str:
         """Return why that plane is used, for people."""
+        if self._lacks_torchstore:
+            command = install_command("torchstore")
+            return f"torchstore is not installed ({command}), and all processes are on this host"
         if self.plane != "auto":
             return "asked for"
         if self.hosts.kind == "local":

@@ -34,6 +34,7 @@ from monarch.actor import Actor, ProcMesh, endpoint
 from monarch.rdma import is_ibverbs_available
 
 from cartridge_forge.protocols.errors import PlaneError
+from cartridge_forge.protocols.packages import install_command
 from cartridge_forge.protocols.step import TensorRef, check_key
 from cartridge_forge.services.planes.codec import pack, unpack
 from cartridge_forge.services.planes.memory_directory import missing_key
@@ -47,12 +48,9 @@ try:
     from torchstore.transport.buffers import TransportBuffer
     from torchstore.transport.pipe import Pipe, Request
 except ModuleNotFoundError as error:
-    package = str(error.name).partition(".")[0]
-    if package == "torchstore":
-        package = "--no-deps torchstore==0.1.2"
     raise PlaneError(
         f"the torchstore plane needs a package that is not installed ({error}): run "
-        f"`pip install {package}`, or choose the shared_memory plane"
+        f"`{install_command(str(error.name))}`, or choose the shared_memory plane"
     ) from error
 
 # Without InfiniBand, 0.1.2 still asks Monarch for RDMA on every operation, by a function whose

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -170,7 +171,6 @@ class ReplicaLifecycle:
         )
         if replica.state is ReplicaState.DRAINING:  # scaled down meanwhile
             return await self._processes.discard(process)
-        deadline = time.monotonic() + self._spawn_timeout_s
         replica.process, replica.beaten = process, time.monotonic()
         process.watch(lambda pid: self.lost(replica, f"its process {pid} has ended"))
         if role.check is not None:
@@ -178,8 +178,9 @@ class ReplicaLifecycle:
         replica.actor_name = f"{name}on{process.name}"
         actors = process.procs.spawn(replica.actor_name, role.actor, *role.args)
         replica.actor, *replica.others = by_rank(actors, spec.procs)
-        await ask(replica, "ready", (), deadline)
+        await self._answered(replica, process)
         replica.beaten = time.monotonic()
+        deadline = replica.beaten + self._spawn_timeout_s
         if role.prepare is not None:
             await role.prepare(replica)
         while not replica.ended and pool.missed(replica):
@@ -193,6 +194,26 @@ class ReplicaLifecycle:
             raise ReplicaLost(replica.ended)
         replica.life = refitted(replica.life)
         pool.changed()
+
+    async def _answered(self, replica: Replica, process: ReplicaProcess) -> None:
+        """Wait until the replica is ready, for as long as its process makes progress. Raises
+        RunError after `spawn_timeout_s` without any."""
+        # Progress is heard of with heartbeats, of which some may be late.
+        window = max(self._spawn_timeout_s, self._health.dead_after_s)
+        answer = asyncio.ensure_future(ask(replica, "ready", (), math.inf))
+        try:
+            while True:
+                progress = process.progress
+                await asyncio.wait({answer}, timeout=window)
+                if answer.done():
+                    return answer.result()
+                if process.progress == progress:
+                    raise RunError(
+                        f"it made no progress for {window:g} s; raise spawn_timeout_s in the mesh "
+                        f"file, or by --set spawn_timeout_s={2 * window:g}, if it needs longer"
+                    )
+        finally:
+            answer.cancel()
 
     def lost(self, replica: Replica, reason: str) -> None:
         """Fail the calls of a dead replica, and replace it."""

@@ -30,12 +30,14 @@ from monarch.actor import HostMesh, ProcMesh
 from cartridge_forge.actors.base import bootstrap, gpus_here
 from cartridge_forge.actors.heartbeat import Heartbeat, HeartbeatActor, HeartbeatHandle, digest
 from cartridge_forge.protocols.errors import RunError
+from cartridge_forge.protocols.step import NOT_BEGUN, Preparation
 from cartridge_forge.services.forkserver.client import bootstrap_command
 from cartridge_forge.services.pool.hosts import HostWorker, finish
 from cartridge_forge.services.proc_info import has_ended
 
 LOOK_SECONDS = 30.0  # a shared file system may be slow on first access
 ALONE = 2.0  # times dead_after_s without a heartbeat, after which a remote process exits
+PROGRESS_BYTES = 16 * 2**20  # a process that loads takes more, an idle one does not
 STOP_SECONDS = 3.0  # an idle process stops in 0.5 s, a computing one after its computation
 
 T = TypeVar("T")
@@ -64,6 +66,8 @@ class ReplicaProcess:
     given_up: bool = False
     work: int = 0
     memory_bytes: int = 0
+    most_bytes: int = 0
+    prepared: Preparation = NOT_BEGUN
     gone: int = 0
     last_beat: float = field(default_factory=time.monotonic)
     _watched: dict[int, asyncio.AbstractEventLoop] = field(default_factory=dict)
@@ -97,6 +101,14 @@ class ReplicaProcess:
         self.pids, self.last_beat = tuple(beat.pid for beat in beats), at
         self.work = sum(beat.work for beat in beats)
         self.memory_bytes = sum(beat.memory_bytes for beat in beats)
+        self.most_bytes = max(self.most_bytes, self.memory_bytes)
+        self.prepared = min((beat.prepared for beat in beats), key=lambda p: p.share)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Return what grows while a start goes on: the work that was done, and the memory that was
+        taken at most, in steps that no idle process takes."""
+        return self.work, self.most_bytes // PROGRESS_BYTES
 
     def has_gone(self, pid: int) -> None:
         """Take the news that this remote process has ended."""
@@ -260,7 +272,10 @@ class ProcessHost:
         finally:
             self.gates.remove(gate)
         if not work.done():
-            raise RunError(f"{self.label} does not answer")
+            raise RunError(
+                f"{self.label} does not answer; raise spawn_timeout_s in the mesh file if a start "
+                f"there takes more than {limit:g} s"
+            )
         return work.result()
 
 

@@ -36,6 +36,7 @@ START_SHARE = 0.25  # of the time for a start, for one host of several
 # Numbers the processes of every mesh of this process: Monarch's report about one that has ended,
 # by a mesh that has stopped too, must not match a later one.
 NUMBERS = itertools.count()
+RAISE = "raise spawn_timeout_s in the mesh file if it needs longer"
 
 T = TypeVar("T")
 
@@ -335,9 +336,10 @@ class ProcessManager:
         except Exception as error:
             self._forget(process)
             await process.end()
-            raise RunError(
-                f"{process.host} started no process {process.name}: {error!r}"
-            ) from error
+            why = repr(error)
+            if isinstance(error, TimeoutError):
+                why = f"it did not answer within {limit:g} s; {RAISE}"
+            raise RunError(f"{process.host} started no process {process.name}: {why}") from error
         return process
 
     async def _choose(
@@ -363,7 +365,7 @@ class ProcessManager:
                 raise RunError(
                     f"no host started a process within {self._timeout_s:g} s; "
                     f"{self.lack(role, gpus)}; check the workers and the network between them "
-                    "and here, and start the workers that are missing"
+                    f"and here, and start the workers that are missing, or {RAISE}"
                 ) from None
 
     def _is_one_of_several(self, host: ProcessHost) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import math
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -220,24 +221,42 @@ class Service:
         self._processes.warm(threads)
 
     async def ready(self) -> None:
-        """Wait until every pool is settled. Raises `failure`, or RunError at the timeout."""
+        """Wait until every pool is settled, for as long as any start makes progress. Raises
+        `failure`, or RunError after `spawn_timeout_s` without any."""
+        window = max(self._spawn_timeout_s, self._health.dead_after_s)
         for pool in list(self.pools.values()):
-            waiting = asyncio.ensure_future(pool.settled(self._spawn_timeout_s))
-            await asyncio.wait({waiting, self.failure}, return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                waiting.cancel()
-                self.failure.result()
+            waiting = asyncio.ensure_future(pool.settled(math.inf))
+            either: set[asyncio.Future[Any]] = {waiting, self.failure}
+            idle = 0  # windows without progress
             try:
-                await waiting
-            except TimeoutError as error:
-                states = pool.states()
-                if any(r.process is None for r in pool.replicas):
-                    wanted = pool.spec.procs * pool.spec.gpus
-                    states += f"; {self._processes.lack(pool.role, wanted)}"
-                raise RunError(
-                    f"{pool.role} starting did not end within {self._spawn_timeout_s:g} s "
-                    f"({states}); raise spawn_timeout_s in the mesh file if it needs longer"
-                ) from error
+                while not (waiting.done() or self.failure.done()):
+                    progress = self._progress()
+                    await asyncio.wait(either, timeout=window, return_when=asyncio.FIRST_COMPLETED)
+                    idle = idle + 1 if self._progress() == progress else 0
+                    # A replica that has a process is given up by its own start within two.
+                    unplaced = any(r.process is None for r in pool.replicas)
+                    if idle >= (1 if unplaced else 3) and not waiting.done():
+                        states = pool.states()
+                        if unplaced:
+                            wanted = pool.spec.procs * pool.spec.gpus
+                            states += f"; {self._processes.lack(pool.role, wanted)}"
+                        raise RunError(
+                            f"{pool.role} starting made no progress for {idle * window:g} s "
+                            f"({states}); raise spawn_timeout_s in the mesh file if it needs longer"
+                        )
+                if not waiting.done():
+                    self.failure.result()
+                waiting.result()
+            finally:
+                waiting.cancel()
+
+    def _progress(self) -> list[object]:
+        """Return what changes while a start goes on."""
+        return [
+            (r.name, r.generation, r.state, r.process and (r.process.pids, r.process.progress))
+            for pool in self.pools.values()
+            for r in pool.replicas
+        ]
 
     def keep_spares(self) -> None:
         """Keep warm spares from now on. Called once nothing else needs the cores to start."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from cartridge_forge.plugins.statistics.intervals import mean_interval
+from cartridge_forge.plugins.statistics.intervals import SHARE_DIFFERENCE, mean_interval
 from studies.archive import document
 
 WARM = "warm start"
@@ -37,7 +37,7 @@ def arms_of(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             pairs = zip(rows, by_arm["plain"], strict=True)
             gains = [a["sampled"] - b["sampled"] for a, b in pairs]
             difference = f"{fmean(gains):+.3f}"
-            if interval := mean_interval(gains):
+            if interval := mean_interval(gains, SHARE_DIFFERENCE):
                 difference += f" ({interval[0]:+.3f} to {interval[1]:+.3f})"
         if "accepted_last" in rows[0]:
             shares = [100 * fmean(r[f"accepted_{n}"] for r in rows) for n in ("first", "last")]

@@ -100,6 +100,7 @@ class FakeProcess:
     lost: set[int] = field(default_factory=set)
     seen: Callable[[int], None] | None = None  # who watches it
     last_beat: float = field(default_factory=lambda: time.monotonic())
+    progress: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         self.procs = self
@@ -313,7 +314,12 @@ class House:
     spans: list[TraceSpan]
 
 
-def house(health: HealthSpec = HEALTH, start_s: float = 0.1, call_timeout_s: float = 60.0) -> House:
+def house(
+    health: HealthSpec = HEALTH,
+    start_s: float = 0.1,
+    call_timeout_s: float = 60.0,
+    spawn_timeout_s: float = 120.0,
+) -> House:
     notes: list[tuple[str, dict[str, Any]]] = []
     spans: list[TraceSpan] = []
     processes = FakeProcesses(start_s)
@@ -321,7 +327,7 @@ def house(health: HealthSpec = HEALTH, start_s: float = 0.1, call_timeout_s: flo
         processes,  # type: ignore[arg-type]
         health,
         call_timeout_s,
-        120.0,
+        spawn_timeout_s,
         lambda event, **facts: notes.append((event, facts)),
         spans.append,
     )

@@ -15,6 +15,7 @@ import yaml
 from cartridge_forge.plugins.cluster.checks.findings import Manifest, ManifestFault
 from cartridge_forge.plugins.cluster.manifests.overlays import LOADER
 from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.packages import extra_command
 
 RULE = "schema"
 KUBERNETES = "1.32"
@@ -97,8 +98,8 @@ def _schemas() -> Path:
         import kubernetes_validate
     except ImportError as error:
         raise SpecError(
-            "manifests are checked with Kubernetes' schemas, which are not installed; "
-            "pip install 'cartridge-forge[kubernetes]'"
+            "manifests are checked with Kubernetes' schemas, which are not installed; run "
+            f"`{extra_command('kubernetes')}`"
         ) from error
     schemas = Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema"
     return schemas / f"v{KUBERNETES}.0-local-strict"

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from cartridge_forge.plugins.documents.synthesis_rows import PARQUET_REMEDY
+from cartridge_forge.plugins.documents.synthesis_rows import parquet_remedy
 from cartridge_forge.protocols.errors import DataError
 
 LONGEST = 300  # characters of an error
@@ -65,7 +65,7 @@ def _of_parquet(path: Path) -> Iterator[tuple[str, Any]]:
         from pyarrow import parquet
     except ImportError:
         raise DataError(
-            f"{path.name}: Parquet needs pyarrow, which is not installed; {PARQUET_REMEDY}"
+            f"{path.name}: Parquet needs pyarrow, which is not installed; {parquet_remedy()}"
         ) from None
     number = 0
     try:

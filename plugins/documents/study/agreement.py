@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion
-from cartridge_forge.plugins.statistics.intervals import mean_interval, wilson_interval
+from cartridge_forge.plugins.statistics.intervals import (
+    AT_LEAST_ZERO,
+    SHARE,
+    mean_interval,
+    wilson_interval,
+)
 from cartridge_forge.protocols.records.answers import Answer, hash_of, mean_nll
 from cartridge_forge.protocols.records.run_files import Agreement, MeasuredAccuracy
 from cartridge_forge.protocols.step import Completion
@@ -94,11 +99,11 @@ def agreement(
     kl, same = compared(exams, completions)
     tokens = sum(len(exam.answer_ids) for exam in exams)
     top1, of_kl = fmean(same), fmean(kl)
-    low, high = mean_interval(same) or (0.0, 1.0)
-    kl_low, kl_high = mean_interval(kl) or (of_kl, of_kl)
+    low, high = mean_interval(same, SHARE) or (0.0, 1.0)
+    kl_low, kl_high = mean_interval(kl, AT_LEAST_ZERO) or (of_kl, of_kl)
     return MeasuredAccuracy(
         accuracy=top1,
-        ci95=[max(0.0, low), min(1.0, high)],
+        ci95=[low, high],
         n=len(exams),
         parse_failures=0,
         agreement=Agreement(kl=of_kl, kl_ci95=[kl_low, kl_high], top1=top1, tokens=tokens),

@@ -32,8 +32,8 @@ from typing import Any
 
 from cartridge_forge.plugins.strategies.answers.extract import Form, extract, same_answer
 from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.packages import extra_command
 
-SCHEMA_REMEDY = "run `pip install -e '.[rewards]'`"
 Verify = Callable[[str, Any], float | None]  # of the last text and the row's answer
 
 
@@ -66,7 +66,7 @@ def _validator(schema: Mapping[str, Any]) -> Any:
     try:
         from jsonschema import exceptions, validators
     except ImportError:
-        raise DataError(f"json_schema needs jsonschema; {SCHEMA_REMEDY}") from None
+        raise DataError(f"json_schema needs jsonschema; run `{extra_command('rewards')}`") from None
     kind = validators.validator_for(schema)
     try:
         kind.check_schema(schema)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.protocols.packages import extra_command
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -319,8 +320,8 @@ def _open(path: Path) -> GGUFReader:
         from gguf import GGUFReader
     except ImportError as error:
         raise DataError(
-            "a GGUF file is read with the package gguf, which is not installed; install the extra "
-            "`models`: pip install 'cartridge-forge[models]'"
+            "a GGUF file is read with the package gguf, which is not installed: run "
+            f"`{extra_command('models')}`"
         ) from error
     if not path.is_file():
         raise DataError(f"there is no file {path}; name a GGUF file")

@@ -6,7 +6,6 @@ A sink that fails is reported once and removed, so telemetry never ends a run.
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.packages import extra_command, is_missing
 from cartridge_forge.protocols.plugins import resolve
 from cartridge_forge.protocols.ports import TelemetrySink, TraceSpan
 from cartridge_forge.protocols.records.run_files import MetricRow
@@ -86,7 +86,6 @@ def epoch_seconds(event: Mapping[str, Any]) -> float:
 
 
 CLOSE_SECONDS = 5.0
-SINKS_REMEDY = "pip install 'cartridge-forge[sinks]', or leave it out"
 # Imports of each optional sink, checked before anything is started.
 SINK_MODULES: Mapping[str, tuple[str, ...]] = {
     "tensorboard": ("tensorboard",),
@@ -146,10 +145,10 @@ def require_sinks(spec: RunSpec) -> None:
     """Raise SpecError for an optional sink whose packages are not installed. Imports none."""
     for sink in spec.mesh.telemetry.sinks:
         for module in SINK_MODULES[sink]:
-            if _missing(module):
+            if is_missing(module):
                 raise SpecError(
                     f"telemetry.sinks: {sink} needs the package {module}, which is not "
-                    f"installed: {SINKS_REMEDY}"
+                    f"installed: {extra_command('sinks')}, or leave it out"
                 )
 
 
@@ -172,13 +171,6 @@ def open_sinks(
         _close_all(sinks)
         raise
     return Telemetry(list(sinks.items()), report, url)
-
-
-def _missing(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is None
-    except ModuleNotFoundError:  # its parent package is missing
-        return True
 
 
 def _close_all(sinks: Mapping[str, TelemetrySink]) -> dict[str, Exception | None]:

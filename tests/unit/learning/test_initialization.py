@@ -25,6 +25,7 @@ from cartridge_forge.learning.model.loading import text_ids
 from cartridge_forge.plugins.library.attention_matching import attention_matched
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.cartridge import Init, StartSpec
+from cartridge_forge.protocols.step import Preparation, preparation, set_preparation
 
 if TYPE_CHECKING:
     from twins import Twin
@@ -231,3 +232,21 @@ def test_a_text_over_the_models_context_is_read_by_no_initialization(llama: Twin
         with pytest.raises(DataError, match=r"cartridge both learns from \d+ tokens"):
             initial_bank(llama.model, sources, CartridgeInit(init, 9, 1))
     initial_bank(llama.model, sources, CartridgeInit("first_tokens", 9, 1))
+
+
+def test_a_process_tells_how_many_of_its_cartridges_are_made(llama: Twin) -> None:
+    """Attention matching fits layer by layer, and each layer is a share of its cartridge."""
+    seen: list[Preparation] = []
+
+    def read(name: str) -> torch.Tensor:
+        seen.append(preparation())
+        return llama.kv[name]
+
+    names = ("a", "b", "c")
+    found = [InitSource(n, llama.documents[n], partial(read, n), lambda: TEXT) for n in names]
+    initial_cartridges(llama.model, found, CartridgeInit("attention_matching", 6, 1), {})
+    assert seen == [Preparation(0, 3), Preparation(1, 3), Preparation(2, 3)]
+    assert preparation() == Preparation(3, 3)
+    set_preparation(0, 1)
+    attention_matched(llama.model, llama.documents["a"], llama.kv["a"], 6, 1)
+    assert preparation().cartridges == pytest.approx(1.0)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 from fake_run_control import served
+from packaging.requirements import Requirement
 
+from cartridge_forge.forge_run.commands import doctor
 from cartridge_forge.forge_run.commands.explain import command
 from cartridge_forge.forge_run.commands.health_check import main
 from cartridge_forge.forge_run.commands.make import _name_of, library_names
@@ -20,6 +23,30 @@ from cartridge_forge.protocols.spec.services import ControlSpec
 
 def entry(section: TableSection) -> dict[str, str]:
     return {row[0]: row[1] for row in section.rows}
+
+
+def test_the_doctor_says_what_is_missing_and_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    installed, needed, optional = doctor.command()
+    assert dict(installed.rows)["torch"].startswith("2.13.0")
+    assert needed.rows == (("everything is installed in the version wanted",),)
+    assert dict(row[::2] for row in optional.rows)["openenv==0.10.0"] == "installed"
+    for package in ("torchstore", "vllm"):
+        monkeypatch.setitem(sys.modules, package, None)
+    *_, optional = doctor.command()
+    rows = {row[0]: row[1:] for row in optional.rows}
+    assert rows["torchstore==0.1.2"] == (
+        "plane: torchstore. One host does without it: shared memory is its plane",
+        "missing: pip install --no-deps torchstore==0.1.2",
+    )
+    assert rows["vllm"][1].startswith("missing: run `make install-vllm` (CPU), or")
+
+
+def test_a_package_of_another_version_is_a_fault() -> None:
+    assert doctor._fault(Requirement("numpy==2.3.5")) == ""
+    assert doctor._fault(Requirement("numpy<1")) == "2.3.5"
+    assert doctor._fault(Requirement("no_such_package==1")) == "missing"
 
 
 def test_a_key_has_type_bounds_default_meaning_and_file() -> None:

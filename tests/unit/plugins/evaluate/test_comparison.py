@@ -18,6 +18,7 @@ from cartridge_forge.learning.model.loading import load_model
 from cartridge_forge.plugins.evaluate.calibration import MachineRates, measure_rates
 from cartridge_forge.plugins.evaluate.compare import (
     AnswerSource,
+    cells,
     compare_groups,
     grouped,
     remarks,
@@ -30,7 +31,7 @@ from cartridge_forge.plugins.evaluate.own_text import (
     summary,
     whole_sentences,
 )
-from cartridge_forge.plugins.statistics.intervals import mean_interval
+from cartridge_forge.plugins.statistics.intervals import SHARE_DIFFERENCE, mean_interval
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import json_lines
 from cartridge_forge.protocols.records.answers import Answer, AnswerRow, to_row
@@ -92,13 +93,30 @@ def test_differences_of_two_arms_by_hand() -> None:
     assert (right.mean_a, right.mean_b, right.difference) == (0.25, 0.75, 0.5)
     assert (right.documents, right.resampled, right.units) == (1, "facts", 4)
     # Over its facts alone the bootstrap is that of four independent values: Student's interval.
-    assert right.ci95 == pytest.approx(mean_interval([1.0, 0.0, 0.0, 1.0]), abs=0.05)
+    student = mean_interval([1.0, 0.0, 0.0, 1.0], SHARE_DIFFERENCE)
+    assert right.ci95 == pytest.approx(student, abs=0.05)
     assert nll.difference == pytest.approx(-1.0)
     low, high = sorted([right.p, nll.p])
     assert sorted([right.p_holm, nll.p_holm]) == pytest.approx(
         sorted([2 * low, max(2 * low, high)])
     )
     assert remarks([right])[0].startswith("one document: the intervals speak of this document")
+
+
+def test_the_interval_of_shares_ends_where_they_do() -> None:
+    """Of three facts two are right in one arm alone: Student's is +66.7, -76.8 to +210.1 points."""
+    a, b = [0.0, 0.0, 0.0], [1.0, 1.0, 0.0]
+    answers = [*rows("none", a, nll=[9.0, 1.0, 1.0]), *rows("on_policy", b, nll=[1.0] * 3)]
+    right, nll = compare_groups(grouped([AnswerSource("r", answers)], sampled=False))
+    assert right.ci95 == (pytest.approx(-0.77, abs=0.05), 1.0)
+    assert cells(right)[7:9] == ("+66.7", f"{100 * right.ci95[0]:+.1f} to +100.0")
+    # A difference of losses has no bound: -8/3 -+ 4.303 * 8/3 nats.
+    assert nll.ci95 == pytest.approx((-14.14, 8.81), abs=0.5)
+    # All three: at least 0.025^(1/3) of all facts, and the p-value of three equal signs.
+    every = [*rows("none", a), *rows("on_policy", [1.0] * 3)]
+    (right,) = compare_groups(grouped([AnswerSource("r", every)], sampled=False))
+    assert right.ci95 == pytest.approx((-0.41520, 1.0), abs=1e-5)
+    assert right.p == pytest.approx(0.25)
 
 
 def test_arms_are_paired_by_question_and_not_by_order() -> None:

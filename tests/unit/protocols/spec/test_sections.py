@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from cartridge_forge.forge_run.preflight import slow_products
+from cartridge_forge.forge_run.preflight import plane_notes, slow_products, unmet
 from cartridge_forge.plugins.serve.spec import load_serve
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.spec import model as of
@@ -126,6 +127,43 @@ def test_auto_picks_a_plane_and_says_why(
     mesh = MeshSpec.model_validate({"name": "m", "config": "c", "hosts": hosts, "plane": plane})
     assert mesh.carrier == carrier
     assert mesh.carrier_reason.startswith(reason)
+
+
+def test_one_host_without_torchstore_uses_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchstore", None)
+    spec = load_spec("longhealth").spec
+    assert (spec.mesh.plane, spec.mesh.carrier) == ("torchstore", "shared_memory")
+    assert plane_notes(spec) == [
+        "plane: shared_memory instead of torchstore: torchstore is not installed (pip install "
+        "--no-deps torchstore==0.1.2), and all processes are on this host"
+    ]
+    slurm = {"kind": "slurm", "insecure": True}
+    mesh = MeshSpec.model_validate({"name": "m", "config": "c", "hosts": slurm})
+    assert mesh.carrier == "torchstore"  # which says what it needs when it starts
+    monkeypatch.undo()
+    assert spec.mesh.carrier == "torchstore"
+    assert plane_notes(spec) == []
+
+
+def test_what_a_run_needs_and_is_not_installed_is_said_with_its_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk = load_spec("three_channels", sets=["replay.local={}"]).spec
+    problems = (
+        "data.source=primer", "data.patients=1", "data.facts=null", "data.notes=null",
+        "rsa.problems.kind=reasoning_gym", "rsa.problems.name=chain_sum",
+    )  # fmt: skip
+    gym = load_spec("rsagent", sets=problems).spec
+    assert [fault.text for spec in (desk, gym) for fault in unmet(spec)] == []
+    for package in ("openenv", "reasoning_gym"):
+        monkeypatch.setitem(sys.modules, package, None)
+    (fault,) = unmet(desk)
+    assert fault.text == (
+        "episodes.environment.kind: desk needs openenv, which is not installed: set at the "
+        "resolved spec; run `pip install --no-deps openenv==0.10.0`"
+    )
+    (fault,) = unmet(gym)
+    assert fault.text.endswith("run `pip install --no-deps reasoning-gym==0.1.25`")
 
 
 ONE = {"kind": "addresses", "addresses": ["tls://a:26600"], "tls": "certs"}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
-from fake_mesh import house, run
+from fake_mesh import FakeProcess, house, run
 from rooms.services.lifecycle_setup import Worker, settled
 
 from cartridge_forge.protocols.errors import DataError, PlaneError, RunError
@@ -302,7 +303,13 @@ class Misled(Worker):
         # A second more: Monarch's word may come before that of a process's end.
         (Broken, RunError, r"^broken\[0\] does not start: ValueError\('no such model'\)$", 1.1),
         (Misled, DataError, r"^the document is empty\nraised by misled\[0\]\.ready$", 0.1),
-        (Mute, RunError, r"^mute starting did not end within 120 s \(mute\[0\] dead\); ", 120.0),
+        (
+            Mute,
+            RunError,
+            r"^mute\[0\] does not start: it made no progress for 120 s; raise "
+            r"spawn_timeout_s in the mesh file, or by --set spawn_timeout_s=240, if",
+            120.1,
+        ),
     ],
 )
 def test_an_actor_that_cannot_start(
@@ -318,6 +325,50 @@ def test_an_actor_that_cannot_start(
         assert h.processes.started == 1, "a second try would end the same"
         await h.service.stop()
         assert h.processes.living == []
+
+    run(scenario())
+
+
+class Slow(Worker):
+    """Prepares for as many periods as `periods`, with progress in each of the first `telling`."""
+
+    periods, telling = 40, 40
+    process: FakeProcess
+
+    async def ready(self) -> int:
+        for period in range(self.periods):
+            await asyncio.sleep(4.0)
+            if period < self.telling:
+                self.process.progress = (period + 1, 0)
+        return 1
+
+
+@pytest.mark.parametrize("telling", [40, 3])
+def test_a_start_goes_on_while_it_makes_progress(telling: int) -> None:
+    """160 s under spawn_timeout_s 1, which counts from the last progress, and no sooner than a
+    replica that is silent is given up: after 5 s."""
+
+    async def scenario() -> None:
+        h = house(spawn_timeout_s=1.0)
+        pool = h.service.spawn(type("Slow", (Slow,), {"telling": telling}), n=1, role="slow")
+        begun = time.monotonic()
+        starting = asyncio.ensure_future(h.service.ready())
+        await asyncio.sleep(0.2)
+        process: Any = pool.replicas[0].process
+        process.actor.process = process
+        if telling == Slow.periods:
+            await starting
+            assert time.monotonic() - begun == pytest.approx(160.1, abs=0.1)
+        else:
+            with pytest.raises(
+                RunError,
+                match=r"^slow\[0\] does not start: it made no progress for "
+                r"5 s; raise spawn_timeout_s in the mesh file, or by --set ",
+            ):
+                await starting
+            # The last progress came after 12 s; it is looked for every 5 s.
+            assert time.monotonic() - begun == pytest.approx(20.1, abs=0.1)
+        await h.service.stop()
 
     run(scenario())
 
@@ -349,7 +400,7 @@ def test_a_successor_that_does_not_get_ready_has_a_reason() -> None:
         h.service._lifecycle.roles["worker"].actor = Mute
         pool.replicas[0].process.die()
         await asyncio.sleep(125.0)
-        with pytest.raises(RunError, match=r"reason: worker\[0\]\.ready did not answer in time$"):
+        with pytest.raises(RunError, match=r"reason: it made no progress for 120 s; raise spawn"):
             h.service.failure.result()
         await h.service.stop()
 

@@ -15,6 +15,7 @@ from fake_mesh import House, house, run
 from cartridge_forge.actors.heartbeat import Heartbeat
 from cartridge_forge.protocols.errors import PlaneError, RanksLostError, RunError
 from cartridge_forge.protocols.spec.mesh import RoleSpec
+from cartridge_forge.protocols.step import Preparation
 from cartridge_forge.services.pool import process as process_module
 from cartridge_forge.services.pool.pool import Pool
 from cartridge_forge.services.pool.process import ReplicaProcess
@@ -194,14 +195,17 @@ def test_a_process_of_several_beats_for_all_and_ends_with_any(
 
     def pulse(pid: int) -> Any:
         async def beat() -> Heartbeat:
-            return Heartbeat(pid, 100 * pid)
+            prepared = Preparation(pid - 7, 4)
+            return Heartbeat(pid, 100 * pid << 20, pid, prepared)
 
         return SimpleNamespace(beat=SimpleNamespace(call_one=beat))
 
     procs: Any = SimpleNamespace()
     process = ReplicaProcess("trainer0x1", "here", procs, [pulse(7), pulse(8)], local=True)
     assert (process.pid, process.ended_pid()) == (0, 0)
-    assert asyncio.run(process.beat()) == 1500
+    assert asyncio.run(process.beat()) == 1500 << 20
+    # The rank that is least far decides, and memory counts by 16 MiB: 93.75.
+    assert (process.progress, process.prepared) == ((15, 93), Preparation(0, 4))
     assert (process.pid, process.pids, process.ended_pid()) == (7, (7, 8), 0)
     ended.add(8)
     assert process.ended_pid() == 8
