@@ -5,7 +5,8 @@
 An episode is one question of forge_document_qa. Its first population answers the question N * M
 times; each later one reads K answers of the one before and writes better ones. Every answer is a
 trace of its own with its own reward, so that the model learns to answer and to aggregate. Parents
-and prompts are those of `plugins.strategies.rsa`: drawn anew for each question, equal in every process.
+and prompts are those of `plugins.strategies.rsa`: drawn anew for each question, equal in every
+process.
 
 Each trace has the metric `population`, and those of the last population `majority_vote`.
 """
