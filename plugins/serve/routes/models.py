@@ -92,11 +92,11 @@ def model_routes(handler: RequestHandler) -> APIRouter:
                 strategies=config.strategies.names(), auto=router.routed(names),
             )  # fmt: skip
             has_auto = bool(forge.auto) and not after_id
-            others = [*([AUTO] if has_auto else ()), *cartridge_models(base, forge.cartridges)]
+            model_ids = [*([AUTO] if has_auto else ()), *cartridge_models(base, forge.cartridges)]
             return ModelList(
                 data=[
                     BaseModelEntry(id=base, created=started, forge=forge),
-                    *(ModelEntry(id=name, created=started, parent=base) for name in others),
+                    *(ModelEntry(id=name, created=started, parent=base) for name in model_ids),
                 ],
                 has_more=more,
                 last_id=names[-1] if names else None,
