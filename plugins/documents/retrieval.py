@@ -30,10 +30,8 @@ from cartridge_forge.plugins.library.names import listing
 from cartridge_forge.plugins.library.terms import Passages
 from cartridge_forge.protocols.errors import DataError
 
-K1, B = (
-    1.5,
-    0.75,
-)  # how soon a repeated term counts no more, and how much a long passage is discounted
+K1 = 1.5  # how late a repeated term counts no more
+B = 0.75  # how much a long passage is discounted
 MASK = (1 << 32) - 1
 
 
