@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 from tutorial_pages import CORE, ROOT, TUTORIALS, blocks, follow, page_files
+
+from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
+from cartridge_forge.plugins.documents.study.longhealth import read_patients
+from cartridge_forge.protocols.spec.loading import load_spec
 
 PAGE = """
 # A page
@@ -75,3 +80,15 @@ def test_the_page_on_the_core_names_files_that_exist() -> None:
     assert len(files) == len(set(files)) > 20
     assert [file for file in files if not (ROOT / file).is_file()] == []
     assert len(CORE.read_text().split()) <= 1800
+
+
+def test_a_page_asks_a_patient_for_what_the_chart_has() -> None:
+    learn = DocumentsLearn.of(load_spec("longhealth").spec.learn)
+    questions = {p.id: {q.text for q in p.questions} for p in read_patients(learn.data)}
+    asked = [
+        (page.name, name, question)
+        for page in (ROOT / "docs").rglob("*.md")
+        for name, question in re.findall(r'forge ask (patient_\d+) "([^"]+)"', page.read_text())
+    ]
+    assert len(asked) >= 3
+    assert [one for one in asked if one[2] not in questions[one[1]]] == []
