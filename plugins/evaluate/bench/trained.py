@@ -50,7 +50,7 @@ class TrainingSettings:
     steps: int = 40
     prompts: int = 10
     kinds: tuple[str, ...] = ("recite", "continue", "cloze")
-    lr: float = 0.05
+    lr: float = 0.02
     warmup: int = 5
     answer_tokens: int = 64
     temperature: float = 0.7
