@@ -169,6 +169,8 @@ CARTRIDGES = {
     "push": Command("commit a version to the Hugging Face hub", "cartridges:push", (
         *LIBRARY, CARTRIDGE, _option("repo", "OWNER/REPO", "made if it is not there"),
         _flag("--private", "made for nobody else to see"),
+        _option("--license", "ID", "of the cartridge, for its card: an identifier of the hub"),
+        _option("--base-model", "OWNER/NAME", "the base model on the hub, for the card"),
     )),
     "pull": Command("add a cartridge of the hub, of any format", "cartridges:pull", (
         *LIBRARY, _option("repo", "OWNER/REPO"),

@@ -22,6 +22,7 @@ from cartridge_forge.plugins.library.store import (
     add_finished,
     add_from_run,
     lineage,
+    noted_run,
 )
 from cartridge_forge.plugins.serve.spec import load_serve
 from cartridge_forge.plugins.statistics.formatting import TableSection, lines
@@ -163,12 +164,19 @@ def prune(*, name: str | None, keep: int, dry_run: bool, **where: Any) -> int:
     return 0
 
 
-def push(*, cartridge: str, repo: str, private: bool, **where: Any) -> int:
+def push(
+    *, cartridge: str, repo: str, private: bool, license: str | None, base_model: str | None,
+    **where: Any,
+) -> int:  # fmt: skip
     """Commit a version to the Hugging Face hub."""
     from cartridge_forge.plugins.library.hub import push
+    from cartridge_forge.plugins.library.model_card import CardFacts
 
-    entry = _library(**where).get(parse_cartridge(cartridge))
-    print(f"{_shown(entry)}: {push(entry, repo, private=private)}")
+    library = _library(**where)
+    entry = library.get(parse_cartridge(cartridge))
+    run = noted_run(library.directory, str(entry.manifest.source.get("run", "")))
+    card = CardFacts(license, base_model)
+    print(f"{_shown(entry)}: {push(entry, repo, private=private, card=card, run=run)}")
     return 0
 
 

@@ -1,6 +1,6 @@
 """Push and pull cartridges to and from the Hugging Face hub, by its own client.
 
-    push    create_repo, then one commit: cartridge.safetensors and manifest.json
+    push    create_repo, then one commit: cartridge.safetensors, manifest.json, a model card
     pull    the repository's list, then the files of whichever format they are, verified
     update  pull, unless the newest version is of that commit
 
@@ -20,6 +20,12 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from cartridge_forge.plugins.library.formats import forge, peft, tokasaurus
 from cartridge_forge.plugins.library.formats.convert import read
 from cartridge_forge.plugins.library.hub_errors import asking
+from cartridge_forge.plugins.library.model_card import (
+    CARD,
+    NOTHING_STATED,
+    CardFacts,
+    model_card,
+)
 from cartridge_forge.plugins.library.names import CartridgeName
 from cartridge_forge.plugins.library.store import CartridgeStore, CartridgeVersion, add_cartridge
 from cartridge_forge.protocols.errors import DataError
@@ -35,9 +41,11 @@ class PullLimits:
 
 
 def push(
-    entry: CartridgeVersion, repo: str, *, private: bool = False, api: HfApi | None = None
-) -> str:
-    """Commit a version to a model repository, created if needed; returns the commit's URL.
+    entry: CartridgeVersion, repo: str, *, private: bool = False, card: CardFacts = NOTHING_STATED,
+    run: Path | None = None, api: HfApi | None = None,
+) -> str:  # fmt: skip
+    """Commit a version to a model repository, created if needed; returns the commit's URL. A
+    repository without a card gets one, with what the directory of its `run` says.
 
     Raises DataError where the version is damaged, or the hub refuses.
     """
@@ -46,11 +54,12 @@ def push(
     name = f"{entry.manifest.name}@{entry.manifest.version}"
     with asking(hub, repo):
         hub.create_repo(repo, private=private, exist_ok=True)
-        commit = hub.create_commit(
-            repo,
-            [CommitOperationAdd(file, folder / file) for file in (forge.FILE, forge.MANIFEST)],
-            commit_message=f"Cartridge {name}",
-        )
+        files = [CommitOperationAdd(file, folder / file) for file in (forge.FILE, forge.MANIFEST)]
+        have = {file.rfilename for file in hub.model_info(repo).siblings or ()}
+        if CARD not in have:
+            text = model_card(entry, repo, card, run)
+            files.append(CommitOperationAdd(CARD, text.encode()))
+        commit = hub.create_commit(repo, files, commit_message=f"Cartridge {name}")
     return str(commit.commit_url)
 
 

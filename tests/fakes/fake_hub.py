@@ -4,6 +4,7 @@
     POST /api/models/ID/preupload/REVISION         -> weights by LFS, the rest in the commit
     POST /ID.git/info/lfs/objects/batch            -> where to PUT what is not there yet
     PUT  /lfs/OID, POST /lfs/verify
+    POST /api/validate-yaml                        a card's metadata -> {errors, warnings}
     POST /api/models/ID/commit/REVISION            ndjson -> {commitOid, commitUrl}
     GET  /api/models/ID[/revision/REVISION]        -> {sha, siblings}
     HEAD, GET /ID/resolve/REVISION/FILE
@@ -87,6 +88,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.house.asked.append(f"POST {path}")
         if path == "/lfs/verify":
             return self._json(200, {})
+        if path == "/api/validate-yaml":
+            return self._json(200, {"errors": [], "warnings": []})
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self._json(401, {"error": "Invalid username or password."})
         if path == "/api/repos/create":

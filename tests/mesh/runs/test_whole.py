@@ -170,7 +170,10 @@ def test_every_arm_sits_the_same_exam(finished: Finished, tmp_path: Path) -> Non
     assert process.returncode == 0, process.stdout + process.stderr
     told = json.loads((run / "eval.json").read_text())
     rows = {row["arm"]: row for row in told["rows"]}
-    assert list(rows) == ["none", "document", "truncated", "untrained", "offline", "on_policy"]
+    assert list(rows) == [
+        "none", "document", "truncated", "untrained", "retrieved", "offline",
+        "offline, retrieved", "on_policy", "on_policy, retrieved",
+    ]  # fmt: skip
     # The run measured its arms on these very questions.
     results = json.loads((run / "results.json").read_text())
     for arm, result in results["arms"].items():
@@ -183,8 +186,8 @@ def test_every_arm_sits_the_same_exam(finished: Finished, tmp_path: Path) -> Non
     assert rows["document"]["teacher"]["kl"] == pytest.approx(0.0, abs=1e-4)
     assert told["contamination"]["exact"] == 0
     assert told["contamination"]["prompts"] > 0
-    assert len(told["pairs"]) == 6 * 5 // 2
-    assert len((run / "eval_answers.jsonl").read_text().splitlines()) == 6 * (2 * 8 + 2 * 2)
+    assert len(told["pairs"]) == 9 * 8 // 2
+    assert len((run / "eval_answers.jsonl").read_text().splitlines()) == 9 * (2 * 8 + 2 * 2)
     assert "## what the arms do by themselves" in (run / "eval.md").read_text()
     assert "differences in accuracy, paired bootstrap over 2 documents" in process.stdout
     assert "| on_policy | 28 | 8." in (run / "eval.md").read_text()

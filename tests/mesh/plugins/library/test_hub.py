@@ -39,7 +39,7 @@ def test_what_is_pushed_is_pulled(
     assert address == f"{hub.url}/me/ward/commit/{oid}"
     assert hub.repos["me/ward"].private
     assert any(asked.startswith("PUT /lfs/") for asked in hub.asked)  # weights went by LFS
-    assert sorted(hub.repos["me/ward"].commits[0][1]) == [forge.FILE, forge.MANIFEST]
+    assert sorted(hub.repos["me/ward"].commits[0][1]) == ["README.md", forge.FILE, forge.MANIFEST]
 
     elsewhere = CartridgeStore(tmp_path / "elsewhere", BASE)
     entry = pull(elsewhere, "me/ward", "ward", api=api)
@@ -52,6 +52,14 @@ def test_what_is_pushed_is_pulled(
         "test",
         "r1",
     )
+
+
+def test_a_card_that_is_there_stays(hub: FakeHub, api: HfApi, library: CartridgeStore) -> None:
+    entry = add_cartridge(library, "ward", cartridge(seed=5), {})
+    hub.repos["me/ward"] = Repo(False)
+    hub.repos["me/ward"].commit({"README.md": b"# mine"})
+    push(entry, "me/ward", api=api)
+    assert hub.repos["me/ward"].commits[0][1]["README.md"] == b"# mine"
 
 
 @pytest.mark.parametrize("name", ["hazy", "peft", "tokasaurus"])
