@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -263,7 +264,17 @@ def test_a_folder_becomes_a_cartridge_that_answers(tmp_path: Path) -> None:
     assert made.returncode == 0, made.stderr
     assert "tales@2: 24 tokens\n" in made.stdout, "in closed form, and trained from there"
     assert "one cartridge of 24 tokens" in made.stderr
-    assert "a usable cartridge exists: forge ask DOCUMENT QUESTION --run" in made.stderr
+    (line,) = [x for x in made.stderr.splitlines() if x.startswith("a usable cartridge exists: ")]
+    (tmp_path / "elsewhere").mkdir()
+    code = "import sys; from cartridge_forge.forge_run.cli import forge; sys.exit(forge())"
+    printed = shlex.split(line.partition(": ")[2])
+    assert printed[:2] == ["forge", "ask"]
+    pasted = subprocess.run(
+        [sys.executable, "-c", code, *printed[1:], "--max-tokens", "6"],
+        cwd=tmp_path / "elsewhere", env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert pasted.returncode == 0, pasted.stderr
     assert "tales@3: 24 tokens" in made.stdout
     asked = forge("ask", "tales", "what is salt?", "--max-tokens", "6", "--beside", "--json")
     assert asked.returncode == 0, asked.stderr
