@@ -132,13 +132,18 @@ def test_the_wheel_installs_one_package(installed: Installed) -> None:
         assert not (installed.package / left_out).exists()
 
 
-def test_commands_work_from_another_directory(installed: Installed, tmp_path: Path) -> None:
+def test_commands_work_from_another_directory(
+    installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORGE_HOME", str(tmp_path / "home"))
     plan = installed.run(tmp_path, "forge-run", "longhealth", "--dry-run")
     assert plan.startswith("plan of longhealth")
     assert str(installed.package / "models/clinic-reader") in plan
     assert installed.run(tmp_path, "forge", "--version") == "forge 0.1.0\n"
     listed = installed.run(tmp_path, "forge", "cartridges", "list")
-    assert listed.startswith(str(tmp_path / "library"))  # nothing of a user's in the package
+    assert listed.startswith(
+        str(tmp_path / "home" / "library")
+    )  # nothing of a user's in the package
     assert installed.run(tmp_path, "forge", "explain", "train.lr").startswith("train.lr")
 
 
