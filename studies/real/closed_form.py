@@ -22,106 +22,46 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from runpy import run_path
-from statistics import fmean
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from benchmarks.meters import one_thread
 from benchmarks.record import benchmark
-from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
-from cartridge_forge.learning.teacher import document_kv, response_logprobs, score_over
 from cartridge_forge.plugins.documents.study.reference_prompts import study_prompts
+from cartridge_forge.plugins.evaluate.bench.reading import (
+    BenchText,
+    excerpt,
+    outcome,
+    prefix_reader,
+    read_text,
+)
 from cartridge_forge.plugins.library.attention_matching import attention_matched
 from cartridge_forge.protocols.files import model_names, models_folder
-from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sample, Sampling
-from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.training.renderer import ChatRenderer
 
-OWN_TOKENS = 20
-DOCUMENT, NONE = "document", "none"
 MakeCartridge = Callable[[], Tensor]
-
-
-@dataclass(frozen=True)
-class Article:
-    """Hold an article's ids, its KV [L, 2, H_kv, T, D], and texts to read behind a prefix: the
-    right answers, bare ones without the document, and the replies of the model with the document,
-    of which `taught` [N, V] are the log-probabilities there."""
-
-    name: str
-    ids: tuple[int, ...]
-    kv: Tensor
-    right: Sequence[Sample]
-    bare: Sequence[Sample]
-    replies: Sequence[Sample]
-    taught: Tensor
-    bare_kv: Tensor
 
 
 def read_article(
     model: LanguageModel, tokenizer: Any, path: Path, questions: Mapping[str, Any],
     options: argparse.Namespace,
-) -> Article:  # fmt: skip
-    """Return an article with the questions of its title."""
-    text, name = path.read_text(), path.stem
-    spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    text = text[: spans[min(options.most, len(spans)) - 1][1]]
-    renderer = ChatRenderer(tokenizer, {name: text})
-    right: list[Sample] = []
-    bare: list[Sample] = []
-    paragraphs = (p for one in questions["data"] if one["title"] == name for p in one["paragraphs"])
+) -> BenchText:  # fmt: skip
+    """Return an article with the questions of its title that its excerpt answers."""
+    text = excerpt(tokenizer, path.read_text(), options.most)
+    own_questions = (one for one in questions["data"] if one["title"] == path.stem)
+    paragraphs = (paragraph for one in own_questions for paragraph in one["paragraphs"])
     pairs = [(qa["question"], qa["answers"][0]["text"]) for p in paragraphs for qa in p["qas"]]
     answerable = [(question, answer) for question, answer in pairs if answer in text]
-    count = min(options.most_questions, len(answerable))
-    for question, answer in (answerable[len(answerable) * i // count] for i in range(count)):
-        message = (AgentMessage("user", question),)
-        for samples, about in ((right, name), (bare, None)):
-            ids = renderer.opening(about, message)
-            samples.append(Sample(str(len(samples)), "", ids, renderer.saying(answer), (), ()))
-    kv = document_kv(model, renderer.head(name))
-    prefix, sampling = PrefixRef(DOCUMENT, 0), Sampling(0.0, max_tokens=OWN_TOKENS)
-    requests = [GenerateRequest(s.id, s.prompt_ids, prefix, sampling, 0) for s in right]
-    answers = generate(model, requests, lambda _: kv, renderer.end_ids)
-    replies = [
-        Sample(s.id, "", s.prompt_ids, answer.token_ids, (), ())
-        for s, answer in zip(right, answers, strict=True)
-    ]
-    taught = score_over(model, replies, {"": kv}, longest(replies)).log_softmax(-1)
-    bare_kv = document_kv(model, renderer.head(None))
-    return Article(name, renderer.head(name), kv, right, bare, replies, taught, bare_kv)
-
-
-def loss(model: LanguageModel, samples: Sequence[Sample], kv: Tensor) -> float:
-    """Return the mean over texts of their mean loss behind a prefix, nats a token."""
-    logprobs = response_logprobs(model, samples, {"": kv}, longest(samples))
-    of_answers = torch.split(logprobs, [len(s.response_ids) for s in samples])
-    return fmean(-one.mean().item() for one in of_answers)
-
-
-def longest(samples: Sequence[Sample]) -> int:
-    """Return the tokens of the longest text."""
-    return max(len(s.prompt_ids) + len(s.response_ids) for s in samples)
-
-
-def outcomes(model: LanguageModel, article: Article, kv: Tensor) -> dict[str, float]:
-    """Return the outcomes of a cartridge."""
-    replies, taught = article.replies, article.taught
-    read = score_over(model, replies, {"": kv}, longest(replies)).log_softmax(-1)
-    agreement = (taught.argmax(-1) == read.argmax(-1)).float().mean().item()
-    kl = (taught.exp() * (taught - read)).sum(-1).mean().item()
-    return {"loss": loss(model, article.right, kv), "kl": kl, "same": agreement}
+    return read_text(model, tokenizer, path.stem, text, answerable, options.most_questions)
 
 
 def starts(
-    model: LanguageModel, article: Article, options: argparse.Namespace, path: str
+    model: LanguageModel, article: BenchText, options: argparse.Namespace, path: str
 ) -> Iterator[tuple[str, MakeCartridge]]:
     """Yield each start by its name."""
     ids, kv, tokens = article.ids, article.kv, options.tokens
@@ -151,17 +91,16 @@ def measured(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, A
         if options.only and file.stem not in options.only:
             continue
         article = read_article(model, tokenizer, file, questions, options)
-        none = loss(model, article.bare, article.bare_kv)
-        document = loss(model, article.right, article.kv)
-        facts = {"tokens": len(article.ids), "questions": len(article.right), NONE: none,
-                 DOCUMENT: document}  # fmt: skip
+        facts = {"tokens": len(article.ids), "questions": len(article.right),
+                 "none": article.none_loss, "document": article.document_loss}  # fmt: skip
         of_starts = {}
         for name, make in starts(model, article, options, path):
             began = time.process_time()
             kv = make()
             seconds = time.process_time() - began
-            figures = outcomes(model, article, kv.to(model.dtype))
-            figures |= {"gap": (none - figures["loss"]) / (none - document), "seconds": seconds}
+            worth = outcome(article, prefix_reader(model, kv))
+            figures = {"loss": worth.loss, "gap": worth.gap, "kl": worth.kl,
+                       "same": worth.agreement, "seconds": seconds}  # fmt: skip
             of_starts[name] = figures
             print(f"{article.name}: {name}: gap {figures['gap']:.1%}, KL {figures['kl']:.3f}, "
                   f"same {figures['same']:.1%}, {seconds:.1f} s", flush=True)  # fmt: skip
