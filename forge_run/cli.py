@@ -332,6 +332,15 @@ COMMANDS = {
         _flag("--dry-run", "measure this machine, print the plan and start nothing"),
         _flag("--now", "in closed form, without training: seconds for an article"),
     )),
+    "update": Command("bring a cartridge to a newer text of its document", "update:command", (
+        _option("cartridge", "CARTRIDGE", NAMED),
+        _there("file", "FILE", "the whole new text; with --append what is added behind the old"),
+        _flag("--append", "FILE is added behind the text, as of a log or a chat"),
+        _option("--minutes", "M", "train as long from the re-fit, about (default: no training)",
+                type=float),
+        *LIBRARY,
+        _option("--run-dir", "DIR", "where runs are kept (default: runs)", type=Path),
+    )),
     "serve": Command("serve a model with cartridges over HTTP", "serve:command",
                      (*MESH_AND_SETS, DRY_RUN)),
     "ask": Command("ask a cartridge, here or of a server", "ask:command", (

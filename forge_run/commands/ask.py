@@ -236,13 +236,13 @@ def _of_library(
     forge.read(entry.path.parent)  # against its checksums
     label, source = "{}@{}".format(*entry.key), entry.manifest.source
     yield AskedCartridge(
-        label, entry.path, _model_of(entry, spec.model, library.base), spec.generator, why,
+        label, entry.path, model_of(entry, spec.model, library.base), spec.generator, why,
         entry.manifest.tokens, str(source.get("run", "")), str(source.get("name", "")),
         date_of(source), entry.document if entry.document.is_file() else None, library.directory,
     )  # fmt: skip
 
 
-def _model_of(entry: CartridgeVersion, served: ModelSpec, base: BaseModelInfo) -> ModelSpec:
+def model_of(entry: CartridgeVersion, served: ModelSpec, base: BaseModelInfo) -> ModelSpec:
     """Return the model that a cartridge is for: the one that the library's server serves, or a kept
     one of the name that it was trained with. Raises DataError where there is neither."""
     facts = entry.manifest.facts

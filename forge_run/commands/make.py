@@ -63,8 +63,8 @@ def command(
     read = read_documents(folders, ReadOptions())
     called = name or _name_of(folders[0])
     names = library_names(called, read)
-    data = f"data.path=[{', '.join(map(_quoted, folders))}]"
-    basis = [data, f"model.path={_quoted(model)}", "model.dtype=auto"]
+    data = f"data.path=[{', '.join(map(quoted, folders))}]"
+    basis = [data, f"model.path={quoted(model)}", "model.dtype=auto"]
     loaded = load_spec(MESH, sets=[*basis, *sets])
     for line in check(loaded.spec.learn.model.path)[1]:
         note(line)
@@ -75,26 +75,44 @@ def command(
         in_child(_first, [f"cartridge.tokens={size}", *settings], mesh, names, called)
         print(f"ask it: {hint}{CHOICES}")
         return 0
-    chosen = in_child(_plan, loaded.spec.learn, read, tokens, ratio, minutes, settings)
+    chosen = in_child(plan_run, loaded.spec.learn, read, tokens, ratio, minutes, settings)
     if dry_run:
         return 0
-    from cartridge_forge.forge_run.commands.run import run
-
     if loaded.spec.learn.cartridge.start is None:
         starts = in_child(_first, [*chosen, *settings], mesh, names, called)
         note(f"training goes on from there; ask it: {hint}{CHOICES}")
-        settings = [*settings, f"cartridge.init={json.dumps({'from': starts})}"]
-    home = (run_dir or Path("runs")).absolute() / loaded.spec.mesh.name
+        settings = [*settings, start_from(starts)]
+    code = train(
+        [*chosen, *settings], mesh, loaded.spec.learn.model.path, names, called, run_dir
+    )  # fmt: skip
+    if code == 0:
+        print(f"ask it: {hint}{CHOICES}")
+    return code
+
+
+def start_from(starts: Mapping[str, str]) -> str:
+    """Return the override by which cartridges start from others, given by their paths."""
+    return f"cartridge.init={json.dumps({'from': dict(starts)})}"
+
+
+def train(
+    settings: Sequence[str], serve: str, model: str, names: Mapping[str, str], called: str,
+    run_dir: Path | None,
+) -> int:  # fmt: skip
+    """Run meshes/documents.yaml with these overrides, and add its cartridges to the library of the
+    server `serve`, `names` as the library calls them. Returns the run's exit code."""
+    from cartridge_forge.forge_run.commands.run import run
+
+    home = (run_dir or Path("runs")).absolute() / load_spec(MESH, sets=settings).spec.mesh.name
     with _told_when_usable(home):
         code = run(
-            mesh=MESH, overlays=(), sets=[*chosen, *settings], run_dir=run_dir,
+            mesh=MESH, overlays=(), sets=list(settings), run_dir=run_dir,
             resume=None, continues=None, alone=False, grace=GRACE_SECONDS, dry_run=False,
             checked=True,
         )  # fmt: skip
     assert isinstance(code, int)
     if code == 0:
-        _add(mesh, loaded.spec.learn.model.path, (home / "latest").resolve(), names, called)
-        print(f"ask it: {hint}{CHOICES}")
+        in_child(_add, serve, model, (home / "latest").resolve(), names, called)
     return code
 
 
@@ -113,7 +131,7 @@ def library_names(called: str, read: ReadResult) -> dict[str, str]:
     return names
 
 
-def _plan(
+def plan_run(
     learn: Any, read: ReadResult, tokens: int | None, ratio: float | None, minutes: float,
     sets: Sequence[str],
 ) -> list[str]:  # fmt: skip
@@ -182,6 +200,7 @@ def _first(
     for one in first_cartridges(learn, show):
         new = called if one.count == 1 else names.get(one.name, f"{called}.{one.name}")
         version = add_cartridge(library, new, one.file, {}, one.passages)
+        library.keep_document(version, one.text)
         print(f"{new}@{version.manifest.version}: {one.file.tokens} tokens", flush=True)
         starts[one.name] = str(version.path.parent)
         gains.append(one.gain)
@@ -204,16 +223,22 @@ def ask_command(called: str, serve: str, model: str) -> str:
 
 
 def _add(serve: str, model: str, run: Path, names: Mapping[str, str], called: str) -> None:
-    """Add the run's cartridges to the server's library."""
+    """Add the run's cartridges to the server's library, with their texts."""
+    from cartridge_forge.forge_run.plan.edited_cartridge import TOKENIZER, tokenizer_hash
+    from cartridge_forge.learning.model.loading import load_tokenizer
     from cartridge_forge.plugins.library.formats.base_model import read_base
     from cartridge_forge.plugins.library.formats.run_checkpoint import read_all
     from cartridge_forge.plugins.library.store import CartridgeStore, add_from_run
+    from cartridge_forge.plugins.serve.engine.run_documents import document_of
 
     library = CartridgeStore(Path(load_serve(serve).spec.library), read_base(Path(model)))
     chosen = {one: names.get(one, f"{called}.{one}") for one in read_all(run)}
     if len(chosen) == 1:
         chosen = dict.fromkeys(chosen, called)
-    for entry in add_from_run(library, run, chosen):
+    source = {TOKENIZER: tokenizer_hash(load_tokenizer(model))}
+    added = add_from_run(library, run, chosen, source)
+    for name, entry in zip(chosen, added, strict=True):
+        library.keep_document(entry, document_of(run, name))
         print(f"{entry.manifest.name}@{entry.manifest.version}: {entry.manifest.tokens} tokens")
 
 
@@ -251,5 +276,5 @@ def _name_of(folder: str) -> str:
     return plain[:NAME_LETTERS] or "documents"
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     return '"{}"'.format(text.replace("\\", "\\\\").replace('"', '\\"'))

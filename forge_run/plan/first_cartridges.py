@@ -23,11 +23,13 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from cartridge_forge.forge_run.plan.edited_cartridge import TOKENIZER, tokenizer_hash
 from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.initialization import untrained_bank
 from cartridge_forge.learning.model.loading import base_hash, load_model, load_tokenizer
 from cartridge_forge.learning.teacher import DocumentKVCache, document_kv, response_logprobs
 from cartridge_forge.plugins.documents.corpus import Corpus, read_parts
+from cartridge_forge.plugins.documents.edits import JOINED
 from cartridge_forge.plugins.documents.retrieval import count_terms
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.text_turns import text_turn
@@ -47,12 +49,13 @@ LEAST_GAP = 0.05  # nats a token: of a smaller gap a share says nothing
 
 @dataclass(frozen=True)
 class FirstCartridge:
-    """Hold a cartridge, one of `count`, with the words of its passages, and the share of the
-    document's gain that it has; None where the document itself has none on the prompts."""
+    """Hold a cartridge, one of `count`, with its text, the words of its passages, and the share of
+    the document's gain that it has; None where the document itself has none on the prompts."""
 
     name: str
     count: int
     file: CartridgeFile
+    text: str
     passages: Passages
     gain: float | None
 
@@ -66,7 +69,7 @@ def first_cartridges(
     corpus = read_parts(learn, tokenizer)
     renderer = ChatRenderer(tokenizer, corpus.texts, datetime.now())
     model = load_model(learn.model.path, learn.model.dtype)
-    facts = _facts(learn, model)
+    facts, hashed = _facts(learn, model), tokenizer_hash(tokenizer)
     documents = {name: renderer.head(name) for name in corpus.parts}
     documents[NO_DOCUMENT] = renderer.head(None)
     contexts = corpus.layout.contexts
@@ -75,12 +78,13 @@ def first_cartridges(
         cache = DocumentKVCache(partial(document_kv, model), documents, CACHE_BYTES)
         bank = untrained_bank(model, learn, learn.model.path, {name: parts}, documents, cache)
         kv = bank.kv([name])[0].detach()
-        source = {"name": name, "init": learn.cartridge.fresh, "step": 0}
+        source = {"name": name, "init": learn.cartridge.fresh, "step": 0, TOKENIZER: hashed}
         file = CartridgeFile(kv.cpu(), learn.cartridge.frozen_tokens, facts)
         yield FirstCartridge(
             name,
             len(contexts),
             file.with_source(source | source_of(renderer.date)),
+            JOINED.join(corpus.texts[part] for part in parts),
             [count_terms(corpus.texts[part]) for part in parts],
             gain_of(model, renderer, corpus, parts, kv, cache),
         )

@@ -121,9 +121,12 @@ def spans(head: HeadQueries, keys: int) -> Iterator[slice]:
         yield slice(start, min(start + most, count))
 
 
-def weighed_keys(head: HeadQueries, keys: Tensor) -> tuple[Tensor, Tensor]:
+def weighed_keys(
+    head: HeadQueries, keys: Tensor, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the sums [K], float64, over the queries of their squared attention weights on the
-    document's keys [K, D], and the log of each query's sum of exponentials on them, [n]."""
+    document's keys [K, D], and the log of each query's sum of exponentials on them, [n]. A query
+    counts by `weights` [n]; None: once."""
     squares = torch.zeros(len(keys), dtype=torch.float64, device=keys.device)
     sums = []
     for span in spans(head, len(keys)):
@@ -133,7 +136,8 @@ def weighed_keys(head: HeadQueries, keys: Tensor) -> tuple[Tensor, Tensor]:
         total = scores.sum(-1)
         sums.append(total.log() + highest[:, 0])
         share = torch.sigmoid(sums[-1] - head.own_sums[span]) / total
-        squares += share.square() @ scores.square_()
+        shares = share.square() if weights is None else share.square() * weights[span]
+        squares += shares @ scores.square_()
     return squares, torch.cat(sums)
 
 
@@ -279,13 +283,7 @@ class MatchingAttention:
         document = self._own(self.document[layer : layer + 1]).to(q.device, q.dtype)
         taught = attend(q_t, k_t, v_t, self.teacher, [document[0]], options)
         own_out, own_sums = over_rows(q_s, k_s, v_s, self.student, options)
-        targets = taught.float()
-        if (lacking := self._lacking()) is not None:
-            weight = self.model.out_weight(layer)
-            if weight is not None:
-                ranks = self.model.tensor
-                total = (lambda x: x) if ranks is None else ranks.total
-                targets = targets + feedback(weight, lacking, total).view_as(targets)
+        targets = self._targets(layer, taught)
         moved = self._moved(layer, document[0])
         neighbours = (
             moved[:, :, : self.first]
@@ -299,6 +297,18 @@ class MatchingAttention:
             q_s, k_s, v_s, self.student, [torch.cat([neighbours, entries], dim=2)], options
         )
         return torch.cat([taught, read])
+
+    def _targets(self, layer: int, taught: Tensor) -> Tensor:
+        """Return what the student's tokens are to read [N, H_q, D]: what the teacher's have read,
+        and what they lack so far."""
+        targets = taught.float()
+        if (lacking := self._lacking()) is not None:
+            weight = self.model.out_weight(layer)
+            if weight is not None:
+                ranks = self.model.tensor
+                total = (lambda x: x) if ranks is None else ranks.total
+                targets = targets + feedback(weight, lacking, total).view_as(targets)
+        return targets
 
     def _own(self, kv: Tensor) -> Tensor:
         return self.model.own_heads(kv)
@@ -324,16 +334,10 @@ class MatchingAttention:
         document: Tensor, neighbours: Tensor, options: AttentionOptions,
     ) -> Tensor:  # fmt: skip
         kv_heads = document.shape[1]
-        shared = q.shape[1] // kv_heads
         frequencies = self.frequencies.of_layer(layer)
 
         def fit(h: int) -> Tensor:
-            head = HeadQueries(
-                of_head(q, kv_heads, h) * options.scale, of_head(own_sums, kv_heads, h),
-                of_head(own_out, kv_heads, h), of_head(targets, kv_heads, h),
-                self.teacher_positions.repeat(shared), self.student_positions.repeat(shared),
-                options,
-            )  # fmt: skip
+            head = self._head(h, kv_heads, q, own_out, own_sums, targets, options)
             squares, sums = far_squares(head.queries, frequencies)
             direction = bias_direction(squares, sums)
             return fitted_head(
@@ -341,6 +345,18 @@ class MatchingAttention:
             )
 
         return torch.stack([*concurrently(fit, range(kv_heads), most_beside(q.device))], dim=1)
+
+    def _head(
+        self, h: int, kv_heads: int, q: Tensor, own_out: Tensor, own_sums: Tensor, targets: Tensor,
+        options: AttentionOptions,
+    ) -> HeadQueries:  # fmt: skip
+        """Return the student's queries of the heads that share the KV head `h`."""
+        shared = q.shape[1] // kv_heads
+        return HeadQueries(
+            of_head(q, kv_heads, h) * options.scale, of_head(own_sums, kv_heads, h),
+            of_head(own_out, kv_heads, h), of_head(targets, kv_heads, h),
+            self.teacher_positions.repeat(shared), self.student_positions.repeat(shared), options,
+        )  # fmt: skip
 
 
 def far_squares(queries: Tensor, frequencies: KeyFrequencies) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from cartridge_forge.plugins.library.changes import note_change
@@ -345,13 +346,16 @@ def _is_in_use(folder: Path) -> bool:
 
 RESULTS = "results.json"  # of a run directory, replaced whole at its end (services.run_directory)
 IMPORTED = ".imported"  # in the store: RUN of finished runs that it has, or RUN/CARTRIDGE of one
+NO_SOURCE: Mapping[str, Any] = MappingProxyType({})
 RUNS = ".runs"  # in the store: RUN<tab>DIRECTORY of each run that cartridges came from
 
 
 def add_from_run(
-    library: CartridgeStore, path: Path, names: Mapping[str, str] | None = None
-) -> list[CartridgeVersion]:
+    library: CartridgeStore, path: Path, names: Mapping[str, str] | None = None,
+    source: Mapping[str, Any] = NO_SOURCE,
+) -> list[CartridgeVersion]:  # fmt: skip
     """Add the cartridges of a run: all, or those in `names`, {name in the run: name in the store}.
+    `source` is merged into that of each.
 
     Each gets the terms that the run has of it. The store notes where the run is, and which
     cartridges of a finished one it has, for `add_finished`. Raises DataError or CheckpointError.
@@ -361,7 +365,7 @@ def add_from_run(
     have, run = run_checkpoint.read_all(path, names or None), run_checkpoint.run_of(path)
     terms = read_terms(run / TERMS)
     added = [
-        add_cartridge(library, new, have[name], {}, terms.get(name, ()))
+        add_cartridge(library, new, have[name], source, terms.get(name, ()))
         for name, new in (names or {name: name for name in have}).items()
     ]
     _note(library.directory / RUNS, f"{run.name}\t{run}")
@@ -435,14 +439,16 @@ def add_finished(library: CartridgeStore, root: Path) -> tuple[list[CartridgeVer
 
 
 ORIGIN = "from"  # in a cartridge's source: what it was read from
+UPDATES = "updates"  # in it: the changes of its text since it was made, oldest first
 
 
 def lineage(source: Mapping[str, Any]) -> list[str]:
-    """Return what a cartridge with this source came from, newest first: `run/checkpoint`, or the
-    path that it was read from."""
+    """Return what a cartridge with this source came from, newest first: the version that was
+    updated, `run/checkpoint`, or the path that it was read from."""
     origins: list[str] = []
     at: Mapping[str, Any] | None = source
     while at:
+        origins += [f"{one['parent']} updated" for one in reversed(at.get(UPDATES, ()))]
         run = "/".join(str(at[k]) for k in ("run", "checkpoint") if at.get(k))
         if run or at.get(ORIGIN):
             origins.append(run or str(at[ORIGIN]))

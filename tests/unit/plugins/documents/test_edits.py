@@ -1,0 +1,52 @@
+"""Test what an edit changed in a text, in characters and in tokens."""
+
+from __future__ import annotations
+
+from cartridge_forge.plugins.documents.edits import (
+    TextChange,
+    appended,
+    changed_ids,
+    changed_text,
+    passage_spans,
+    text_changes,
+    unchanged_text,
+)
+
+OLD = "Sodium is 41. The surgeon is Weber.\nDiet was tolerated. Sleep has improved."
+NEW = "Sodium is 52. The surgeon is Weber.\nSleep has improved. Gait is steady."
+
+
+def test_passages_are_sentences_and_lines() -> None:
+    spans = passage_spans("One. Two\n\n  three four.\n")
+    assert spans == [(0, 4), (5, 8), (12, 23)]
+    assert passage_spans(" \n ") == []
+
+
+def test_changes_are_whole_passages_of_both_texts() -> None:
+    changes = text_changes(OLD, NEW)
+    assert [(OLD[slice(*c.old)], NEW[slice(*c.new)]) for c in changes] == [
+        ("Sodium is 41.", "Sodium is 52."),
+        ("Diet was tolerated.", ""),
+        ("", "Gait is steady."),
+    ]
+    assert changes[1].new == (35, 35)  # behind "Weber."
+    spans = [c.new for c in changes]
+    assert changed_text(NEW, spans) == "Sodium is 52.\n\nGait is steady."
+    assert unchanged_text(NEW, spans) == "The surgeon is Weber.\n\nSleep has improved."
+
+
+def test_other_white_space_between_passages_is_no_change() -> None:
+    assert text_changes(OLD, OLD.replace("\n", "\n\n") + "\n") == []
+    assert text_changes(OLD, f"{OLD} {OLD[:13]}") == [TextChange((75, 75), (76, 89))]
+
+
+def test_a_text_is_appended_on_a_line_of_its_own() -> None:
+    assert appended("one.\n\n", "\ntwo.\n") == "one.\ntwo."
+
+
+def test_changed_ids_are_places_in_both() -> None:
+    assert changed_ids([7, 1, 2, 3, 9], [7, 1, 5, 6, 3, 9, 9]) == [
+        ((2, 3), (2, 4)),
+        ((5, 5), (6, 7)),
+    ]
+    assert changed_ids([1, 2], [1, 2]) == []
