@@ -349,10 +349,13 @@ COMMANDS = {
                 f"{NAMED}; of `forge make`, its NAME; auto: the one the question is about"),
         _option("question", "QUESTION", "left out with -i", nargs="?"),
         ("-i", {"action": "store_true", "dest": "chat", "help": "a chat, until an empty line"}),
-        _flag("--beside", "answer without the cartridge and with the document too"),
+        _flag("--beside", "answer without the cartridge, over passages and with the document too"),
         _option("--verify", None, "after: mark the answer's tokens that the document would have "
                 "changed; exact: the document's own answer, drafted by the cartridge",
                 choices=("after", "exact")),
+        _flag("--passages", "tell the document's passages that support the answer"),
+        _option("--fallback", "C", "where the answer's confidence is under C, from 0 to 1, read "
+                "passages of the document and answer again", type=float),
         _there("--run", "RUN", "of this run, not of the library"),
         _option("--server", "URL", "of a running server, such as http://127.0.0.1:8000"),
         _option("--key-env", "NAME", "environment variable that holds the server's key"),

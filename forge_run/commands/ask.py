@@ -5,28 +5,34 @@
 
 With `auto` the router chooses the cartridge by the question's words, and the choice is told; with
 the name of a `forge make` of several documents it chooses among theirs. With --beside the model
-answers without the cartridge and with its document too. With --verify after the document says which
-tokens of the answer it would have changed, with --verify exact the answer is the document's own.
+answers without the cartridge, over passages of its document, and with the document too. With
+--verify after the document says which tokens of the answer it would have changed, with --verify
+exact the answer is the document's own. With --passages the document's passages that support the
+answer are told, and with --fallback an answer of little confidence is written again with passages
+before the question.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from cartridge_forge.forge_run.commands import note
 from cartridge_forge.forge_run.model_check import check
 from cartridge_forge.plugins.documents.retrieval import Bm25Router, Choice
+from cartridge_forge.plugins.documents.study.support import SupportingPassage, supporting_passages
 from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
 from cartridge_forge.plugins.library.names import AUTO, parse_cartridge
 from cartridge_forge.plugins.library.store import CartridgeVersion
@@ -46,8 +52,10 @@ from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 if TYPE_CHECKING:  # its import takes a second
     from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler
+    from cartridge_forge.training.renderer import ChatRenderer
 
 ANSWER_SECONDS = 300.0  # most of a server's answer
+LEAST_READ = 64  # tokens of passages, of a shorter cartridge too
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,9 @@ class AskedCartridge:
 @dataclass(frozen=True)
 class AskedAnswer:
     """Hold an answer and the cartridge that gave it: the JSON of `forge ask --json`. `verify` is
-    the `forge.verify` of a server's reply, None where the document was not asked."""
+    the `forge.verify` of a server's reply, None where the document was not asked. `confidence` is
+    that of the cartridge's answer, None of a server's; `fallback` tells whether passages were read
+    for it then. `passages` support the answer, None where they were not asked for."""
 
     cartridge: str
     question: str
@@ -81,6 +91,23 @@ class AskedAnswer:
     finish_reason: str
     routed: Choice | None
     verify: dict[str, Any] | None = None
+    confidence: float | None = None
+    fallback: bool = False
+    passages: list[SupportingPassage] | None = None
+
+
+@dataclass(frozen=True)
+class AnswerSupport:
+    """Tell whether the passages that support an answer are asked for (`passages`), and below which
+    confidence the question is asked again with passages before it, None for never (`fallback`)."""
+
+    passages: bool
+    fallback: float | None
+
+    @property
+    def reads(self) -> bool:
+        """Return whether the document's text is needed."""
+        return self.passages or self.fallback is not None
 
 
 @dataclass(frozen=True)
@@ -103,6 +130,8 @@ def command(
     chat: bool,
     beside: bool,
     verify: str | None,
+    passages: bool,
+    fallback: float | None,
     run: Path | None,
     server: str | None,
     key_env: str | None,
@@ -122,6 +151,18 @@ def command(
         raise SpecError(
             "--verify exact gives the document's own answer, which --beside shows too, and is of "
             "one question; leave -i and --beside out, or give --verify after"
+        )
+    support = AnswerSupport(passages, fallback)
+    if support.reads and (chat or beside or server is not None):
+        raise SpecError(
+            "--passages and --fallback are of one question that is answered here; leave out -i, "
+            "--beside and --server"
+        )
+    if fallback is not None and not 0 < fallback <= 1:
+        raise SpecError(f"--fallback must be a confidence, above 0 and at most 1: got {fallback:g}")
+    if fallback is not None and verify == "exact":
+        raise SpecError(
+            "--verify exact gives the document's own answer, which needs no fallback; leave one out"
         )
     if chat and (as_json or cartridge == AUTO):
         raise SpecError(f"a chat is with one cartridge, as text: not {AUTO}, and without --json")
@@ -144,13 +185,15 @@ def command(
                     note(line)
             if question is None or beside:
                 return _sides(cartridge_asked, question, beside, sampling, seed, as_json, verify)
-            answer = _in_process(cartridge_asked, question, sampling, seed, verify)
+            answer = _in_process(cartridge_asked, question, sampling, seed, verify, support)
     if answer.routed is not None:
         note(f"{answer.cartridge}: {choice_text(answer.routed)}")
     if as_json:
         print(json.dumps(asdict(answer), indent=1))
     else:
         print(_words(answer.answer, answer.verify))
+        for passage in answer.passages or ():
+            print(f"  [{passage.start}-{passage.stop}] {passage.text}")
     return 0
 
 
@@ -292,8 +335,9 @@ def _of_run(run: Path, cartridge: str, question: str) -> Iterator[AskedCartridge
 
 
 def _in_process(
-    cartridge: AskedCartridge, question: str, sampling: Sampling, seed: int, verify: str | None
-) -> AskedAnswer:
+    cartridge: AskedCartridge, question: str, sampling: Sampling, seed: int, verify: str | None,
+    support: AnswerSupport,
+) -> AskedAnswer:  # fmt: skip
     from cartridge_forge.plugins.serve.engine.in_process import local_samplers
 
     model, generator = cartridge.model, cartridge.generator
@@ -302,18 +346,52 @@ def _in_process(
             f"--verify exact needs the embedded engine, and generator.backend is "
             f"{generator.backend}; give --set generator.backend=torch, or --verify after"
         )
-    document = None if verify is None else _document_of(cartridge)
+    text = _document_of(cartridge) if support.reads or verify is not None else ""
     request = SampleRequest("ask", (AgentMessage("user", question),), sampling, seed)
     with local_samplers(
         model.path, backend=generator.backend, dtype=model.dtype, cartridge=cartridge.file,
-        document=document, threads=max(1, (os.cpu_count() or 2) // 2), kv_gib=generator.kv_gib,
-        date=cartridge.date,
+        document=None if verify is None else text, threads=max(1, (os.cpu_count() or 2) // 2),
+        kv_gib=generator.kv_gib, date=cartridge.date,
     ) as samplers:  # fmt: skip
-        result, info = _sampled(samplers["cartridge"], request, verify)
+        sampler = samplers["cartridge"]
+        result, info = _sampled(sampler, request, verify)
+        confidence = confidence_of(result.logprobs, info)
+        falls = support.fallback is not None and (confidence or 0.0) < support.fallback
+        if falls:
+            shown = "none" if confidence is None else f"{confidence:.2f}"
+            note(f"confidence {shown}, under {support.fallback:g}: passages of the document read")
+            words = with_passages(question, text, sampler.conversation, cartridge)
+            again = replace(request, messages=(AgentMessage("user", words),))
+            result, info = _sampled(sampler, again, verify)
+    passages = supporting_passages(text, question, result.text) if support.passages else None
     return AskedAnswer(
         cartridge.shown, question, result.text, result.tokens, result.finish_reason, cartridge.why,
-        info,
+        info, confidence, falls, passages,
     )  # fmt: skip
+
+
+def confidence_of(logprobs: Sequence[float], verify: Mapping[str, Any] | None) -> float | None:
+    """Return a confidence from 0 to 1: the share of the answer that its document accepts where that
+    was asked, else the geometric mean of the tokens' probabilities; None of an empty answer, and of
+    the document's own."""
+    if verify is not None:
+        choices = verify.get("choices")
+        accepted: float | None = choices[0]["accepted"] if choices else None
+        return accepted
+    return math.exp(fmean(logprobs)) if logprobs else None
+
+
+def with_passages(
+    question: str, document: str, conversation: ChatRenderer, cartridge: AskedCartridge
+) -> str:
+    """Return the question behind the passages of a document that BM25 ranks first for it, as many
+    tokens as the cartridge has, or LEAST_READ."""
+    from cartridge_forge.learning.model.loading import load_tokenizer
+    from cartridge_forge.plugins.documents.study.passages import PassageIndex
+
+    tokenizer = load_tokenizer(cartridge.model.path)
+    most = max(cartridge.tokens, LEAST_READ)
+    return f"{PassageIndex([document], tokenizer, conversation, most).best(question)}\n\n{question}"
 
 
 def _sampled(
@@ -340,13 +418,14 @@ def _sides(
 ) -> int:  # fmt: skip
     """Answer the question, or the lines of a chat until an empty one, by every arm."""
     from cartridge_forge.learning.model.loading import load_tokenizer
+    from cartridge_forge.plugins.documents.study.passages import RETRIEVED
     from cartridge_forge.plugins.serve.engine.in_process import local_samplers
 
     if cartridge.why is not None:
         note(f"{cartridge.shown}: {choice_text(cartridge.why)}")
     model, generator = cartridge.model, cartridge.generator
     document = _document_of(cartridge) if compare or verify else None
-    sizes = {"none": 0, "cartridge": cartridge.tokens}
+    sizes = {"none": 0, "cartridge": cartridge.tokens, RETRIEVED: 0}
     if document is not None:
         sizes["document"] = len(load_tokenizer(model.path)(document).input_ids)
     with local_samplers(
@@ -355,11 +434,17 @@ def _sides(
         date=cartridge.date,
     ) as samplers:  # fmt: skip
         arms = {name: one for name, one in samplers.items() if compare or name == "cartridge"}
+        if compare:  # passages stand before the question, without a cartridge
+            arms = {"none": arms["none"], RETRIEVED: arms["none"], **arms}
         history: dict[str, tuple[AgentMessage, ...]] = dict.fromkeys(arms, ())
         for line in [question] if question is not None else _lines():
             answers = []
             for arm, sampler in arms.items():
-                messages = (*history[arm], AgentMessage("user", line))
+                words = line
+                if arm == RETRIEVED:
+                    assert document is not None, "arms are compared with the document's"
+                    words = with_passages(line, document, sampler.conversation, cartridge)
+                messages = (*history[arm], AgentMessage("user", words))
                 start = time.perf_counter()
                 request = SampleRequest("ask", messages, sampling, seed)
                 checks = verify if arm == "cartridge" else None
