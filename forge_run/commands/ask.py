@@ -81,7 +81,7 @@ class AskedCartridge:
 class AskedAnswer:
     """Hold an answer and the cartridge that gave it: the JSON of `forge ask --json`. `verify` is
     the `forge.verify` of a server's reply, None where the document was not asked. `confidence` is
-    that of the cartridge's answer, None of a server's; `fallback` tells whether passages were read
+    that of the cartridge's answer, None of a server's and where it was not asked for; `fallback` tells whether passages were read
     for it then. `passages` support the answer, None where they were not asked for."""
 
     cartridge: str
@@ -153,11 +153,10 @@ def command(
             "one question; leave -i and --beside out, or give --verify after"
         )
     support = AnswerSupport(passages, fallback)
-    if support.reads and (chat or beside or server is not None):
-        raise SpecError(
-            "--passages and --fallback are of one question that is answered here; leave out -i, "
-            "--beside and --server"
-        )
+    if support.reads and (chat or beside):
+        raise SpecError("--passages and --fallback are of one answer; leave out -i and --beside")
+    if fallback is not None and server is not None:
+        raise SpecError("--fallback is answered here; leave out --server")
     if fallback is not None and not 0 < fallback <= 1:
         raise SpecError(f"--fallback must be a confidence, above 0 and at most 1: got {fallback:g}")
     if fallback is not None and verify == "exact":
@@ -176,7 +175,7 @@ def command(
     sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
     if server is not None:
         assert question is not None
-        answer = _by_server(server, key_env, cartridge, question, sampling, seed, verify)
+        answer = _by_server(server, key_env, cartridge, question, sampling, seed, verify, passages)
     else:
         opening = _of_library(mesh, sets, cartridge, question or "")
         with opening if run is None else _of_run(run, cartridge, question or "") as cartridge_asked:
@@ -355,11 +354,12 @@ def _in_process(
     ) as samplers:  # fmt: skip
         sampler = samplers["cartridge"]
         result, info = _sampled(sampler, request, verify)
-        confidence = confidence_of(result.logprobs, info)
+        confidence = confidence_of(result.logprobs, info) if support.reads else None
         falls = support.fallback is not None and (confidence or 0.0) < support.fallback
-        if falls:
+        if support.reads:
             shown = "none" if confidence is None else f"{confidence:.2f}"
-            note(f"confidence {shown}, under {support.fallback:g}: passages of the document read")
+            note(f"confidence {shown}{': passages of the document are read' if falls else ''}")
+        if falls:
             words = with_passages(question, text, sampler.conversation, cartridge)
             again = replace(request, messages=(AgentMessage("user", words),))
             result, info = _sampled(sampler, again, verify)
@@ -497,7 +497,7 @@ def _document_of(cartridge: AskedCartridge) -> str:
 
 def _by_server(
     url: str, key_env: str | None, cartridge: str, question: str, sampling: Sampling, seed: int,
-    verify: str | None,
+    verify: str | None, passages: bool,
 ) -> AskedAnswer:  # fmt: skip
     import httpx2
 
@@ -508,8 +508,11 @@ def _by_server(
         "model": AUTO, "messages": [{"role": "user", "content": question}], "seed": seed,
         "max_tokens": sampling.max_tokens, "temperature": sampling.temperature,
     }  # fmt: skip
+    forge_options: dict[str, Any] = {"passages": True} if passages else {}
     if verify is not None:
-        body["forge"] = {"verify": True if verify == "exact" else verify}
+        forge_options["verify"] = True if verify == "exact" else verify
+    if forge_options:
+        body["forge"] = forge_options
     try:
         with httpx2.Client(base_url=url, headers=headers, timeout=ANSWER_SECONDS) as client:
             if cartridge != AUTO:
@@ -522,6 +525,7 @@ def _by_server(
             f"{named['name']}@{named['version']}", question, choice["message"]["content"],
             reply["usage"]["completion_tokens"], choice["finish_reason"],
             None if why is None else Choice(named["name"], **why), forge.get("verify"),
+            passages=_passages_of(forge) if passages else None,
         )  # fmt: skip
     except httpx2.HTTPError as error:
         raise RunError(f"no answer from {url}: {error}; is `forge serve` running there?") from error
@@ -529,6 +533,11 @@ def _by_server(
         raise
     except (LookupError, TypeError, ValueError) as error:
         raise DataError(f"{url} is no `forge serve` of this version ({error!r})") from error
+
+
+def _passages_of(forge: Mapping[str, Any]) -> list[SupportingPassage]:
+    """Return the passages of a reply's only choice."""
+    return [SupportingPassage(**one) for one in forge["passages"][0]["passages"]]
 
 
 def _replied(reply: Any, url: str) -> Any:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Scope
 
+from cartridge_forge.plugins.documents.study.support import supporting_passages
 from cartridge_forge.plugins.grammar.grammar import Grammars
 from cartridge_forge.plugins.serve.access.admission import Admission, RequestCost, TokenReservation
 from cartridge_forge.plugins.serve.access.audit import AuditLog
@@ -40,6 +41,7 @@ from cartridge_forge.plugins.serve.engine.verification import (
     VerifyPlan,
     header_of,
     scoring_request,
+    stored_text,
 )
 from cartridge_forge.plugins.serve.errors import ApiError, refusing
 from cartridge_forge.plugins.serve.metrics import ServingMetrics
@@ -56,9 +58,11 @@ from cartridge_forge.plugins.serve.structured.call_reading import (
 from cartridge_forge.plugins.wire.anthropic_messages import MessagesRequest
 from cartridge_forge.plugins.wire.openai_chat import (
     CartridgeInfo,
+    ChoicePassages,
     ForgeExtension,
     RoutedInfo,
     StrategyInfo,
+    SupportingText,
     usage,
 )
 from cartridge_forge.protocols.errors import DataError, EngineKilledError, ForgeError, RunError
@@ -168,9 +172,15 @@ class RequestHandler:
                             self.parsing, self.verifier.plan, request, prefix,
                             self.admission.pending,
                         )  # fmt: skip
+            document = ""
+            if request.supported is not None:
+                with refusing(400, "forge.passages", "document_unknown"):
+                    document = await loop.run_in_executor(
+                        self.parsing, stored_text, *request.entries
+                    )
             answering = AnswerContext(
                 self, request, prefix, stack.pop_all(), deadline, reserved,
-                partial(self.turn, caller.name, cost), plan,
+                partial(self.turn, caller.name, cost), plan, document,
             )  # fmt: skip
         if request.strategy is None:
             answering.sample()
@@ -270,8 +280,10 @@ class AnswerContext:
         reserved: TokenReservation,
         turn: Callable[[], AbstractAsyncContextManager[None]],
         plan: VerifyPlan | None = None,
+        document: str = "",
     ) -> None:
         self.request, self.created, self._plan = request, int(time.time()), plan
+        self._document = document  # whose passages support the responses
         self.usage = usage(request.prompt_tokens, 0)
         self.completions: Sequence[Completion] = ()
         used = [
@@ -394,6 +406,8 @@ class AnswerContext:
                     yield choice, with_calls(called[choice], piece) if called else piece
             await self._verify(self._plan)
             ended = zip(texts, self.completions, strict=True)
+        if request.supported is not None:
+            self._support(request.supported)
         last = [text.finish(c) for text, c in ended]
         for choice, piece in enumerate(last):
             yield choice, with_calls(called[choice], piece) if called else piece
@@ -419,6 +433,23 @@ class AnswerContext:
         info = handler.verifier.info(plan, self.completions, scored)
         self.forge = self.forge.model_copy(update={"verify": info})
         handler.metrics.verified(info)
+
+    def _support(self, question: str) -> None:
+        """Set `forge.passages`: of each response those passages of the document that support it."""
+        decode = self._handler.config.texts.decode
+        told = [
+            ChoicePassages(
+                index=index,
+                passages=[
+                    SupportingText(**vars(one))
+                    for one in supporting_passages(
+                        self._document, question, decode(completion.token_ids)
+                    )
+                ],
+            )
+            for index, completion in enumerate(self.completions)
+        ]
+        self.forge = self.forge.model_copy(update={"passages": told})
 
     def _call_readers(self) -> list[CallReader]:
         """Return a reader of calls for each response, none where no tools are offered."""

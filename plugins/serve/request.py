@@ -45,8 +45,9 @@ class ServingRequest:
     model; `routed` tells how the router chose the only one. With a strategy, which reads
     `messages`, there is one prompt and one response. `tools` are those that responses may call.
     Where prompts are echoed `sampling.max_tokens` may be 0: then nothing is sampled. `verify` tells
-    how the document of the only cartridge verifies the responses, None: not at all. The first of
-    `stop_ids` ends a response, whose text does not have it."""
+    how the document of the only cartridge verifies the responses, None: not at all. `supported` is
+    the question whose responses are told with passages of that document, None: without. The first
+    of `stop_ids` ends a response, whose text does not have it."""
 
     id: str
     model: str
@@ -64,6 +65,7 @@ class ServingRequest:
     grammar: ResponseGrammar | None = None
     tools: ToolOffer | None = None
     verify: VerifyMode | None = None
+    supported: str | None = None
     rules: LogitRules | None = None
     stop_ids: tuple[int, ...] = ()
 

@@ -128,10 +128,11 @@ class RequestParser:
     def chat(self, body: ChatRequest) -> ServingRequest:
         forge = body.forge or NO_OPTIONS
         name = self._name(body.model, forge)
-        entries, routed = self._entries(name, forge, _question(body))
+        question = _question(body)
+        entries, routed = self._entries(name, forge, question)
         request = _with_fingerprint(self._chat(body, entries), body)
         request = replace(self._with_strategy(request, name, forge), routed=routed)
-        return self._with_verify(request, forge)
+        return _with_passages(self._with_verify(request, forge), forge, question)
 
     def completion(self, body: CompletionRequest) -> ServingRequest:
         forge = body.forge or NO_OPTIONS
@@ -142,9 +143,10 @@ class RequestParser:
                 "/v1/chat/completions",
                 "forge.strategy",
             )
-        entries, routed = self._entries(name, forge, _question(body))
+        question = _question(body)
+        entries, routed = self._entries(name, forge, question)
         request = replace(_with_fingerprint(self._completion(body, entries), body), routed=routed)
-        return self._with_verify(request, forge)
+        return _with_passages(self._with_verify(request, forge), forge, question)
 
     def cartridge_chat(self, body: CartridgeChatRequest) -> ServingRequest:
         """Parse a chat of Tokasaurus' route, which ignores the name of the model."""
@@ -553,6 +555,27 @@ def _with_fingerprint(request: ServingRequest, body: SamplingFields) -> ServingR
             "logprobs_in_fingerprint",
         )
     return request if request.top_logprobs is not None else replace(request, top_logprobs=0)
+
+
+def _with_passages(
+    request: ServingRequest, forge: ForgeOptions, question: str | None
+) -> ServingRequest:
+    """Attach the question whose responses are told with passages, where that is asked for. Raises
+    for requests that have no document, or no question."""
+    if not forge.passages:
+        return request
+    if len(request.entries) != 1:
+        why = (
+            "needs one cartridge, whose document has the passages, and the request names "
+            f"{len(request.entries) or 'none'}; name one"
+        )
+    elif request.strategy is not None or request.echo:
+        why = "is not served with a strategy or with echo; leave one out"
+    elif question is None:
+        why = "goes by the words of a question; send one prompt, of text"
+    else:
+        return replace(request, supported=question)
+    raise bad_request(f"forge.passages {why}", "forge.passages", "no_passages")
 
 
 def _question(body: ChatRequest | CompletionRequest) -> str | None:

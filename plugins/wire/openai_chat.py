@@ -127,6 +127,9 @@ class ForgeOptions(RequestPart):
         "the same, proposed only where that pays; after: the cartridge's answer, scored by its "
         "document; default: verify.mode of the server",
     )
+    passages: bool | None = Field(
+        None, description="tell the passages of the cartridge's document that support each response"
+    )
 
 
 class StructuredOutputs(RequestPart):
@@ -375,6 +378,23 @@ class VerifyInfo(ResponsePart):
     draft: DraftInfo | None = Field(default=None, description="of exact")
 
 
+class SupportingText(ResponsePart):
+    """Hold a passage of the document: its characters there, from `start` to before `stop`."""
+
+    start: int
+    stop: int
+    text: str
+    score: float = Field(description="by BM25, for the question and the response together")
+
+
+class ChoicePassages(ResponsePart):
+    """Hold the passages that support one choice, best first; none where no passage shares a word
+    with it."""
+
+    index: int = Field(description="of the choice")
+    passages: list[SupportingText]
+
+
 class ForgeExtension(ResponsePart):
     """Carry the extension field `forge` of a response."""
 
@@ -386,6 +406,9 @@ class ForgeExtension(ResponsePart):
     strategy: StrategyInfo | None = None
     verify: VerifyInfo | None = Field(
         default=None, description="where a document verified the answer"
+    )
+    passages: list[ChoicePassages] | None = Field(
+        default=None, description="where `forge.passages` asked for them"
     )
 
 

@@ -80,20 +80,24 @@ class DocumentTexts:
             return self._kept[key]
 
     def _read(self, entry: CartridgeVersion) -> ServedDocument:
-        name, version = entry.key
-        try:
-            if entry.document.is_file():
-                text = entry.document.read_text(encoding="utf-8")
-            else:
-                library = entry.path.parents[2]
-                text = document_of_source(entry.manifest.source, f"{name}@{version}", library)
-        except (DataError, OSError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"the document of {name}@{version} is not known here: {error}; give its text "
-                f"(forge cartridges document {name}@{version} FILE), or leave verify out"
-            ) from error
+        text, name = stored_text(entry), entry.manifest.name
         ids = self._texts.renderer(chat_date([entry])).over({name: text}).head(name)
         return ServedDocument(ids, document_ref(ids))
+
+
+def stored_text(entry: CartridgeVersion) -> str:
+    """Return the text of a stored cartridge: that in the store, else that of the run that made it.
+    Raises DataError, with the remedy, where there is neither."""
+    label = "{}@{}".format(*entry.key)
+    try:
+        if entry.document.is_file():
+            return entry.document.read_text(encoding="utf-8")
+        return document_of_source(entry.manifest.source, label, entry.path.parents[2])
+    except (DataError, OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"the document of {label} is not known here: {error}; give its text (forge cartridges "
+            f"document {label} FILE), or leave verify and passages out"
+        ) from error
 
 
 class AcceptedShares:
