@@ -80,9 +80,10 @@ class AskedCartridge:
 @dataclass(frozen=True)
 class AskedAnswer:
     """Hold an answer and the cartridge that gave it: the JSON of `forge ask --json`. `verify` is
-    the `forge.verify` of a server's reply, None where the document was not asked. `confidence` is
-    that of the cartridge's answer, None of a server's and where it was not asked for; `fallback` tells whether passages were read
-    for it then. `passages` support the answer, None where they were not asked for."""
+    the `forge.verify` of a server's reply, None where the document was not asked. `passages`
+    support the answer, None where they were not asked for. `confidence` is that of the cartridge's
+    own answer, None of a server's and where nothing asked for it, and `fallback` tells whether
+    passages were read after that one."""
 
     cartridge: str
     question: str
@@ -425,9 +426,14 @@ def _sides(
         note(f"{cartridge.shown}: {choice_text(cartridge.why)}")
     model, generator = cartridge.model, cartridge.generator
     document = _document_of(cartridge) if compare or verify else None
-    sizes = {"none": 0, "cartridge": cartridge.tokens, RETRIEVED: 0}
+    sizes = {"none": 0, "cartridge": cartridge.tokens}
+    tokenizer = load_tokenizer(model.path)
+
+    def tokens_of(text: str) -> int:
+        return len(tokenizer(text).input_ids)
+
     if document is not None:
-        sizes["document"] = len(load_tokenizer(model.path)(document).input_ids)
+        sizes["document"] = tokens_of(document)
     with local_samplers(
         model.path, backend=generator.backend, dtype=model.dtype, cartridge=cartridge.file,
         document=document, threads=os.cpu_count() or 1, kv_gib=generator.kv_gib,
@@ -444,6 +450,7 @@ def _sides(
                 if arm == RETRIEVED:
                     assert document is not None, "arms are compared with the document's"
                     words = with_passages(line, document, sampler.conversation, cartridge)
+                    sizes[arm] = tokens_of(words) - tokens_of(line)
                 messages = (*history[arm], AgentMessage("user", words))
                 start = time.perf_counter()
                 request = SampleRequest("ask", messages, sampling, seed)

@@ -239,7 +239,8 @@ def _add(serve: str, model: str, run: Path, names: Mapping[str, str], called: st
     added = add_from_run(library, run, chosen, source)
     for name, entry in zip(chosen, added, strict=True):
         library.keep_document(entry, document_of(run, name))
-        print(f"{entry.manifest.name}@{entry.manifest.version}: {entry.manifest.tokens} tokens")
+        version = f"{entry.manifest.name}@{entry.manifest.version}"
+        print(f"{version}: {entry.manifest.tokens} tokens", flush=True)
 
 
 @contextmanager

@@ -279,14 +279,17 @@ def test_a_folder_becomes_a_cartridge_that_answers(tmp_path: Path) -> None:
     asked = forge("ask", "tales", "what is salt?", "--max-tokens", "6", "--beside", "--json")
     assert asked.returncode == 0, asked.stderr
     arms = {one["arm"]: one for one in json.loads(asked.stdout)}
-    assert list(arms) == ["none", "cartridge", "document"]
+    assert list(arms) == ["none", "retrieved", "cartridge", "document"]
+    assert 0 < arms["retrieved"]["prefix_tokens"] <= 64
     assert [arms[a]["prefix_tokens"] for a in ("none", "cartridge")] == [0, 24]
     assert arms["document"]["prefix_tokens"] > 100
     alone = forge("ask", "tales", "what is salt?", "--max-tokens", "6")
     assert alone.stdout.strip() == arms["cartridge"]["answer"].strip()
     (texts / "salt.txt").write_text(article + " And more.")
-    changed = forge("ask", "tales", "what is salt?", "--beside")
-    assert (changed.returncode, "have changed since" in changed.stderr) == (2, True)
+    kept = forge("ask", "tales", "what is salt?", "--max-tokens", "6", "--beside", "--json")
+    assert kept.returncode == 0, "the library keeps the text that the cartridge was made of"
+    (whole,) = [one for one in json.loads(kept.stdout) if one["arm"] == "document"]
+    assert whole["prefix_tokens"] == arms["document"]["prefix_tokens"]
 
 
 def test_mistakes_are_told_with_their_remedy(
