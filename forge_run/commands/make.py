@@ -238,7 +238,10 @@ def _add(serve: str, model: str, run: Path, names: Mapping[str, str], called: st
     source = {TOKENIZER: tokenizer_hash(load_tokenizer(model))}
     added = add_from_run(library, run, chosen, source)
     for name, entry in zip(chosen, added, strict=True):
-        library.keep_document(entry, document_of(run, name))
+        try:
+            library.keep_document(entry, document_of(run, name))
+        except DataError as error:  # changed while the run trained
+            note(f"the text of {name} is not kept: {error}")
         version = f"{entry.manifest.name}@{entry.manifest.version}"
         print(f"{version}: {entry.manifest.tokens} tokens", flush=True)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cartridge_forge.learning.cartridge import check_longer, fingerprint
+from cartridge_forge.learning.cartridge import fingerprint
 from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.initialization import NO_STUDY, StudyPrompts
 from cartridge_forge.learning.model.control_tokens import special_in
@@ -37,6 +37,7 @@ from cartridge_forge.plugins.documents.study.reference_prompts import study_prom
 from cartridge_forge.plugins.library.formats.base_model import other_weights
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
 from cartridge_forge.plugins.library.reference_rows import (
+    MOST_ROWS,
     ROW,
     ReferenceRow,
     row_starts,
@@ -141,7 +142,11 @@ def updated_source(
 def require_length(model: LanguageModel, document: int, tokens: int, label: str) -> None:
     """Raise DataError for a new text of so many tokens that is no longer than its cartridge of
     `tokens`, or that the model does not read at once."""
-    check_longer(label, document, tokens)
+    if document <= tokens:
+        raise DataError(
+            f"the new text of {label} has {document} tokens, no more than the cartridge's "
+            f"{tokens}, so that a prompt may as well hold it; leave the cartridge as it is"
+        )
     if model.longest is not None and document + BEFORE + ROW + BEHIND > model.longest:
         raise DataError(
             f"the new text of {label} has {document:,} tokens, and the model reads "
@@ -170,8 +175,8 @@ def document_edit(
     about_kept = prompts_about(unchanged_text(text.new, [one.new for one in changes]))
     touched = sorted({i for a, b in spans for i in range(a, max(b, a + 1)) if i < len(new_ids)})
     rows = [
-        *(row for span, _ in places for row in rows_around(old_ids, span)),
-        *(row for span in spans for row in rows_around(new_ids, span)),
+        *rows_around(old_ids, [span for span, _ in places]),
+        *rows_around(new_ids, spans),
         *rows_between(new_ids, spans),
         *map(ReferenceRow, (*about_changed.recited, *about_kept.recited)),
         *study_rows(model, document, about_changed),
@@ -180,11 +185,16 @@ def document_edit(
     return DocumentEdit(document_kv(model, old_ids), document, touched, rows)
 
 
-def rows_around(ids: Sequence[int], span: Span) -> list[ReferenceRow]:
-    """Return rows of the tokens [start, stop) with BEFORE tokens before and BEHIND behind them."""
-    first, last = max(0, span[0] - BEFORE), min(len(ids), span[1] + BEHIND)
-    starts = range(first, last, ROW)
-    return [ReferenceRow(tuple(ids[a : min(last, a + BEFORE + ROW)])) for a in starts]
+def rows_around(ids: Sequence[int], spans: Sequence[Span]) -> list[ReferenceRow]:
+    """Return rows of the tokens in these spans, with BEFORE tokens before and BEHIND behind each:
+    of more than MOST_ROWS as many, evenly spaced."""
+    rows = []
+    for start, stop in spans:
+        first, last = max(0, start - BEFORE), min(len(ids), stop + BEHIND)
+        cuts = range(first, last, ROW)
+        rows += [ReferenceRow(tuple(ids[a : min(last, a + BEFORE + ROW)])) for a in cuts]
+    count = min(len(rows), MOST_ROWS)
+    return [rows[len(rows) * i // count] for i in range(count)]
 
 
 def rows_between(ids: Sequence[int], spans: Sequence[Span]) -> list[ReferenceRow]:

@@ -89,7 +89,7 @@ def test_updates_add_versions_with_their_chain(
 def test_what_cannot_be_updated_is_refused_with_the_remedy(
     library: CartridgeStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, text in (("old", OLD), ("new", NEW), ("short", "weight 90.")):
+    for name, text in (("old", OLD), ("new", NEW), ("short", "weight")):
         (tmp_path / f"{name}.txt").write_text(text)
 
     def refused(*words: str) -> str:
@@ -104,8 +104,8 @@ def test_what_cannot_be_updated_is_refused_with_the_remedy(
     assert "nothing to update" in same
     assert "--minutes must be > 0: got 0" in refused("chart", new, "--minutes", "0")
     assert "no more than the cartridge's 8" in refused("chart", str(tmp_path / "short.txt"))
-    (tmp_path / "rows.csv").write_text("text\nfirst row\nsecond row\n")
-    assert "texts, and a cartridge is of one" in refused("chart", str(tmp_path / "rows.csv"))
+    (tmp_path / "rows.jsonl").write_text('{"text": "albumin 25."}\n{"text": "sodium 41."}\n')
+    assert "holds 2 texts, and a cartridge" in refused("chart", str(tmp_path / "rows.jsonl"))
     assert "there is no cartridge other" in refused("other", new)
     assert library.versions("chart") == [1]
 
