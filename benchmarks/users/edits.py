@@ -87,9 +87,9 @@ class ChartBench:
         one = self.chart
         lines = [f"chart of {one.name}, born {one.birthday}, diagnosis {one.diagnosis}."]
         for i, note in enumerate(one.notes):
-            said = [f"{fact_text((field, facts[field]))}." for field, _ in note.facts]
+            sentences = [f"{fact_text((field, facts[field]))}." for field, _ in note.facts]
             remarks = (f"{remark}." for remark in note.remarks)
-            lines.append(" ".join([f"note {i + 1}: {note.header}", *said, *remarks]))
+            lines.append(" ".join([f"note {i + 1}: {note.header}", *sentences, *remarks]))
         return "\n".join(lines)
 
     def renderer(self, facts: Facts) -> ChatRenderer:
@@ -115,8 +115,8 @@ class ChartBench:
             )
             for field in facts
         ]  # fmt: skip
-        written = generate(self.model, requests, lambda _: kv, renderer.end_ids)
-        return list(zip(requests, written, strict=True))
+        completions = generate(self.model, requests, lambda _: kv, renderer.end_ids)
+        return list(zip(requests, completions, strict=True))
 
     def trained(self, facts: Facts, kv: Tensor, steps: int) -> Tensor:
         """Return a cartridge [L, 2, H_kv, P, D] trained on policy for so many steps."""
@@ -166,7 +166,7 @@ def of_edit(bench: ChartBench, kv: Tensor, seed: int) -> dict[str, list[float]]:
     """Return of each arm: changed facts that are right, all changed, others that are right, those
     that were right before, and processor seconds."""
     edit = drawn_edit(bench.facts, CHANGED, random.Random(seed))
-    before = bench.right(kv, edit.old) - edit.changed
+    right_before = bench.right(kv, edit.old) - edit.changed
     refit, seconds = timed(lambda: bench.refit(kv, edit))
     stepped, more = timed(lambda: bench.trained(edit.new, refit, FEW))
     arms = {
@@ -180,7 +180,8 @@ def of_edit(bench: ChartBench, kv: Tensor, seed: int) -> dict[str, list[float]]:
     for arm, (one, cost) in arms.items():
         right = bench.right(one, edit.new)
         rows[arm] = [
-            len(right & edit.changed), len(edit.changed), len(right & before), len(before), cost,
+            len(right & edit.changed), len(edit.changed), len(right & right_before),
+            len(right_before), cost,
         ]  # fmt: skip
     return rows
 
@@ -209,8 +210,11 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, An
         kv = bench.trained(bench.facts, bench.first(bench.facts), STEPS)
         seconds = time.process_time() - start
         right = len(bench.right(kv, bench.facts))
-        whole = len(bench.right(bench.document(bench.facts), bench.facts))
-        print(f"chart {seed}: right {right}, over the document {whole}, of {FACTS}", flush=True)
+        over_document = len(bench.right(bench.document(bench.facts), bench.facts))
+        print(
+            f"chart {seed}: right {right}, over the document {over_document}, of {FACTS}",
+            flush=True,
+        )
         for edit in range(options.edits):
             training += seconds
             for arm, row in of_edit(bench, kv, 10 * seed + edit).items():
@@ -221,8 +225,8 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, An
             print(f"edits in a row, {steps} steps after each: right {counts}", flush=True)
     print("| arm | changed facts right | others still right | cost of a training anew |")
     print("|---|---|---|---|")
-    for arm, (new, changed, still, before, cost) in sums.items():
-        print(f"| {arm} | {new:.0f}/{changed:.0f} | {still:.0f}/{before:.0f} | "
+    for arm, (new, changed, still, earlier, cost) in sums.items():
+        print(f"| {arm} | {new:.0f}/{changed:.0f} | {still:.0f}/{earlier:.0f} | "
               f"{cost / training:.0%} |")  # fmt: skip
     shares = {arm: one[4] / training for arm, one in sums.items()}
     return {}, {"edits": sums, "row": rows, "cost_share": shares}

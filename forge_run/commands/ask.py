@@ -358,8 +358,8 @@ def _in_process(
         confidence = confidence_of(result.logprobs, info) if support.reads else None
         falls = support.fallback is not None and (confidence or 0.0) < support.fallback
         if support.reads:
-            shown = "none" if confidence is None else f"{confidence:.2f}"
-            note(f"confidence {shown}{': passages of the document are read' if falls else ''}")
+            figure = "none" if confidence is None else f"{confidence:.2f}"
+            note(f"confidence {figure}{': passages of the document are read' if falls else ''}")
         if falls:
             words = with_passages(question, text, sampler.conversation, cartridge)
             again = replace(request, messages=(AgentMessage("user", words),))

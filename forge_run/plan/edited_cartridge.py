@@ -104,9 +104,9 @@ def edited_cartridge(
         raise DataError(f"{text.label}: {wrong[0]}")
     renderer = ChatRenderer(tokenizer, {"old": text.old, "new": text.new}, date_of(source))
     require_length(model, len(renderer.head("new")), cartridge.tokens, text.label)
-    before = cartridge.kv.to(model.device, model.dtype)
-    edit = document_edit(model, renderer, model_path, before, text, changes)
-    kv = refitted(model, before, cartridge.frozen, edit).to(cartridge.kv.dtype).cpu()
+    start_kv = cartridge.kv.to(model.device, model.dtype)
+    edit = document_edit(model, renderer, model_path, start_kv, text, changes)
+    kv = refitted(model, start_kv, cartridge.frozen, edit).to(cartridge.kv.dtype).cpu()
     new_source = updated_source(cartridge, text, changes)
     new_source |= {TOKENIZER: hashed, **source_of(renderer.date)}
     facts = replace(cartridge.facts, source=new_source)
@@ -155,10 +155,10 @@ def require_length(model: LanguageModel, document: int, tokens: int, label: str)
 
 
 def document_edit(
-    model: LanguageModel, renderer: ChatRenderer, model_path: str, before: Tensor,
+    model: LanguageModel, renderer: ChatRenderer, model_path: str, start_kv: Tensor,
     text: EditedText, changes: Sequence[TextChange], prompts: int = PROMPTS,
 ) -> DocumentEdit:  # fmt: skip
-    """Return the edit of a cartridge `before` [L, 2, H_kv, P, D], whose old and new text
+    """Return the edit of a cartridge `start_kv` [L, 2, H_kv, P, D], whose old and new text
     the renderer has as `old` and `new`. So many `prompts` of each kind are written about changed
     passages and about the others."""
     old_ids, new_ids = renderer.head("old"), renderer.head("new")
@@ -172,15 +172,15 @@ def document_edit(
         return study_prompts(model_path, ids, stream, prompts, prompts) if prompts else NO_STUDY
 
     about_changed = prompts_about(changed_text(text.new, [one.new for one in changes]))
-    about_kept = prompts_about(unchanged_text(text.new, [one.new for one in changes]))
+    about_unchanged = prompts_about(unchanged_text(text.new, [one.new for one in changes]))
     touched = sorted({i for a, b in spans for i in range(a, max(b, a + 1)) if i < len(new_ids)})
     rows = [
         *rows_around(old_ids, [span for span, _ in places]),
         *rows_around(new_ids, spans),
         *rows_between(new_ids, spans),
-        *map(ReferenceRow, (*about_changed.recited, *about_kept.recited)),
+        *map(ReferenceRow, (*about_changed.recited, *about_unchanged.recited)),
         *study_rows(model, document, about_changed),
-        *study_rows(model, before, about_kept),
+        *study_rows(model, start_kv, about_unchanged),
     ]
     return DocumentEdit(document_kv(model, old_ids), document, touched, rows)
 

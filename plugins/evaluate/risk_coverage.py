@@ -39,10 +39,13 @@ def risk_coverage(confidences: Sequence[float], losses: Sequence[float]) -> Risk
 
 
 def fallback_recovery(
-    confidences: Sequence[float], losses: Sequence[float], others: Sequence[float], share: float
+    confidences: Sequence[float],
+    losses: Sequence[float],
+    alternatives: Sequence[float],
+    share: float,
 ) -> float | None:
     """Return which part of an oracle's gain is had where the `share` of answers that is least
-    confident gets the loss of another way to answer, of `others`, in place of its own.
+    confident gets the loss of another way to answer, of `alternatives`, in place of its own.
 
     The oracle gives as many answers the other way, those that gain most and no loser; None where
     it gains nothing. Of equal confidences the first are taken. Raises ValueError for lists of
@@ -50,7 +53,7 @@ def fallback_recovery(
     """
     if not 0 <= share <= 1:
         raise ValueError(f"a share is from 0 to 1: got {share}")
-    gains = [loss - other for loss, other in zip(losses, others, strict=True)]
+    gains = [loss - other for loss, other in zip(losses, alternatives, strict=True)]
     count = round(share * len(gains))
     best = sum(max(0.0, gain) for gain in sorted(gains, reverse=True)[:count])
     least = sorted(range(len(gains)), key=lambda i: confidences[i])[:count]

@@ -84,14 +84,14 @@ class RefitAttention(MatchingAttention):
         lengths = [len(row.ids) for row in self.rows]
         of_rows = self.student_positions - self.behind
         positions = [of_rows + n for n in (self.length, self.old.shape[3], self.behind)]
-        self.before = layout_of(
+        self.teachers = layout_of(
             lengths * (READERS - 1), [len(lengths)] * (READERS - 1), torch.cat(positions)
         )
 
     def run(self) -> Tensor:
         """Read the rows; return the fitted entries [L, 2, H_kv, P, D] of all heads."""
         ids = torch.tensor([i for row in self.rows for i in row.ids], device=self.model.device)
-        positions = torch.cat([self.before.positions, self.student_positions])
+        positions = torch.cat([self.teachers.positions, self.student_positions])
         with self._noting():
             self.model(ids.repeat(READERS), positions, self)
         entries = torch.stack(self.entries)
@@ -109,7 +109,7 @@ class RefitAttention(MatchingAttention):
         count = len(q) // READERS
         (q_s, k_s, v_s) = (x[-count:] for x in (q, k, v))
         earlier = [x[:-count] for x in (q, k, v)]
-        taught = attend(*earlier, self.before, [new, old, cartridge], options)
+        taught = attend(*earlier, self.teachers, [new, old, cartridge], options)
         own_out, own_sums = over_rows(q_s, k_s, v_s, self.student, options)
         targets, changes = self._aims(layer, taught)
         moved = self._moved(layer, new)
@@ -124,25 +124,25 @@ class RefitAttention(MatchingAttention):
     def _aims(self, layer: int, taught: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the student's tokens are to read [N, H_q, D], and how much the edit changes
         what each head of theirs reads [N, H_q]."""
-        new, old, before = taught.float().chunk(3)
+        new, old, earlier = taught.float().chunk(3)
         changes = (new - old).square().sum(-1)  # [N, H_q]
-        targets = before + gate(changes, new)[..., None] * (new - before)
+        targets = earlier + gate(changes, new)[..., None] * (new - earlier)
         weight = self.model.out_weight(layer)
         if self.states is None or weight is None:
             return targets, changes
-        new, old, before, student = self.states.flatten(0, -2).float().chunk(READERS)
+        new, old, earlier, student = self.states.flatten(0, -2).float().chunk(READERS)
         strength = gate((new - old).square().sum(-1), new)[:, None]
-        lacking = before + strength * (new - before) - student
+        lacking = earlier + strength * (new - earlier) - student
         ranks = self.model.tensor
         total = (lambda x: x) if ranks is None else ranks.total
         return targets + feedback(weight, lacking, total).view_as(targets), changes
 
     def _refitted(
         self, layer: int, q: Tensor, own_out: Tensor, own_sums: Tensor, targets: Tensor,
-        changes: Tensor, document: Tensor, before: Tensor, options: AttentionOptions,
+        changes: Tensor, document: Tensor, earlier: Tensor, options: AttentionOptions,
     ) -> Tensor:  # fmt: skip
         """Return a layer's entries [2, H_kv, P, D] from its document, as `_moved`, and those
-        `before`."""
+        `earlier`."""
         kv_heads = document.shape[1]
         frequencies = self.frequencies.of_layer(layer)
 
@@ -150,7 +150,7 @@ class RefitAttention(MatchingAttention):
             head = self._head(h, kv_heads, q, own_out, own_sums, targets, options)
             squares, sums = far_squares(head.queries, frequencies)
             return refitted_head(
-                head, of_head(changes, kv_heads, h), document[:, h], self.places, before[:, h],
+                head, of_head(changes, kv_heads, h), document[:, h], self.places, earlier[:, h],
                 bias_direction(squares, sums), self.first, self.replaced,
             )  # fmt: skip
 
@@ -165,34 +165,34 @@ def gate(changes: Tensor, new: Tensor) -> Tensor:
 
 
 def refitted_head(
-    head: HeadQueries, changes: Tensor, document: Tensor, places: Tensor, before: Tensor,
+    head: HeadQueries, changes: Tensor, document: Tensor, places: Tensor, earlier: Tensor,
     direction: Tensor, frozen: int, replaced: int,
 ) -> Tensor:  # fmt: skip
     """Return a head's entries [2, P, D] re-fitted to its queries, of which the edit changes what
     they read by `changes` [n].
 
-    Of the entries `before` [2, P, D] behind the `frozen` ones, `replaced` get keys among those of
+    Of the entries `earlier` [2, P, D] behind the `frozen` ones, `replaced` get keys among those of
     the document [2, T, D] at the `places` of its changed tokens; biases are folded into them along
     `direction` [D]. The frozen entries do not change.
     """
     wide, tiny = torch.float64, torch.finfo(torch.float32).tiny
-    entry_keys, values = (x.clone() for x in before.to(head.queries))
+    entry_keys, values = (x.clone() for x in earlier.to(head.queries))
     tokens, count = len(entry_keys), len(changes)
     of_change = changes / changes.sum().clamp(min=tiny)  # [n], 1 together
     if replaced:
-        behind = replace(head, positions=head.kept_positions)
+        at_cartridge = replace(head, positions=head.kept_positions)
         far = (1 / count - of_change).clamp(min=0)
-        used, _ = weighed_keys(behind, entry_keys, far)
+        used, _ = weighed_keys(at_cartridge, entry_keys, far)
         slots = used[frozen:].topk(replaced, largest=False).indices + frozen
-        others = torch.ones(tokens, dtype=torch.bool, device=slots.device)
-        others[slots] = False
+        remaining = torch.ones(tokens, dtype=torch.bool, device=slots.device)
+        remaining[slots] = False
         squares, sums = weighed_keys(head, document[0], of_change)
         chosen = places[squares[places].topk(replaced).indices]
-        biases = mass_ratios(head, of_change, document[0], sums, entry_keys, others)[chosen]
+        biases = mass_ratios(head, of_change, document[0], sums, entry_keys, remaining)[chosen]
         new_keys = document[0, chosen].to(entry_keys)
         entry_keys[slots] = new_keys + biases[:, None] * direction.to(new_keys)
         values[slots] = document[1, chosen].to(values)
-    entry_keys = entry_keys.to(before.dtype).to(values)
+    entry_keys = entry_keys.to(earlier.dtype).to(values)
     weights = (1 / count + CHANGED_WEIGHT * of_change).to(wide)
     gram = torch.zeros(tokens - frozen, tokens - frozen, dtype=wide, device=values.device)
     missed = gram.new_zeros(tokens - frozen, values.shape[1])
@@ -204,15 +204,15 @@ def refitted_head(
         gram += weighted @ of_trained
         missed += weighted @ (head.targets[span] - read).to(wide)
     values[frozen:] += ridge_solution(gram, missed, VALUE_RIDGE).to(values)
-    return torch.stack([entry_keys, values]).to(before.dtype)
+    return torch.stack([entry_keys, values]).to(earlier.dtype)
 
 
 def mass_ratios(
     head: HeadQueries, weights: Tensor, keys: Tensor, sums: Tensor, entry_keys: Tensor,
-    others: Tensor,
+    remaining: Tensor,
 ) -> Tensor:  # fmt: skip
     """Return the biases [T] by which a document's keys [T, D] have of the attention on a
-    cartridge's `others` among its entries [P, D] what they have of the document's.
+    cartridge's `remaining` among its entries [P, D] what they have of the document's.
 
     Each is the mean of the log ratio of the two masses over the queries, by their `weights` [n] and
     their squared attention on the key; `sums` [n] are the logs of the document's masses.
@@ -220,12 +220,12 @@ def mass_ratios(
     squares = torch.zeros(len(keys), device=keys.device)
     ratios = torch.zeros_like(squares)
     for span in spans(head, len(keys) + len(entry_keys)):
-        over = scored(head, entry_keys, span, head.kept_positions)[:, others].logsumexp(-1)
+        entry_sums = scored(head, entry_keys, span, head.kept_positions)[:, remaining].logsumexp(-1)
         total = torch.logaddexp(sums[span], head.own_sums[span])
         scores = scored(head, keys, span, head.positions)
         shares = (scores - total[:, None]).exp_().square_() * weights[span, None]
         squares += shares.sum(0)
-        ratios += (over - sums[span]) @ shares
+        ratios += (entry_sums - sums[span]) @ shares
     tiny = torch.finfo(squares.dtype).tiny
     return (ratios / squares.clamp(min=tiny)).clamp(-MOST_RATIO, MOST_RATIO)
 

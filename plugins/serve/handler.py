@@ -437,7 +437,7 @@ class AnswerContext:
     def _support(self, question: str) -> None:
         """Set `forge.passages`: of each response those passages of the document that support it."""
         decode = self._handler.config.texts.decode
-        told = [
+        choices = [
             ChoicePassages(
                 index=index,
                 passages=[
@@ -449,7 +449,7 @@ class AnswerContext:
             )
             for index, completion in enumerate(self.completions)
         ]
-        self.forge = self.forge.model_copy(update={"passages": told})
+        self.forge = self.forge.model_copy(update={"passages": choices})
 
     def _call_readers(self) -> list[CallReader]:
         """Return a reader of calls for each response, none where no tools are offered."""
