@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from itertools import pairwise
+
+import regex
 
 from cartridge_forge.plugins.documents.words import LINE_END, SENTENCE_END
 
 Span = tuple[int, int]
+STOP = regex.compile(r"(?<=[.!?\u2026])\s+")
 BETWEEN = "\n"  # of a text and what is appended to it
 JOINED = "\n\n"  # of passages that are read as one text
 
@@ -33,16 +35,26 @@ def appended(old: str, addition: str) -> str:
 
 
 def passage_spans(text: str) -> list[Span]:
-    """Return the characters of each sentence of each line, without white space around it."""
-    ends = {0, len(text)}
-    for pattern in (LINE_END, SENTENCE_END):
-        ends.update(match.end() for match in pattern.finditer(text))
+    """Return the characters of each sentence of each line, without white space around it. In a
+    line without capitals a sentence ends at each full stop before white space."""
     spans = []
-    for start, stop in pairwise(sorted(ends)):
-        part = text[start:stop]
+    for first, last in _cut(text, 0, len(text), LINE_END):
+        line = text[first:last]
+        spans += _cut(text, first, last, STOP if line == line.lower() else SENTENCE_END)
+    return spans
+
+
+def _cut(text: str, start: int, stop: int, ends: regex.Pattern[str]) -> list[Span]:
+    """Return what lies between the ends in a part of a text, without white space around it and
+    without what has nothing else."""
+    matches = list(ends.finditer(text, start, stop))
+    edges = [start, *(edge for match in matches for edge in match.span()), stop]
+    spans = []
+    for first, last in zip(edges[::2], edges[1::2], strict=True):
+        part = text[first:last]
         if part.strip():
-            first = start + len(part) - len(part.lstrip())
-            spans.append((first, first + len(part.strip())))
+            begin = first + len(part) - len(part.lstrip())
+            spans.append((begin, begin + len(part.strip())))
     return spans
 
 

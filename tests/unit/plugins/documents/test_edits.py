@@ -20,6 +20,10 @@ def test_passages_are_sentences_and_lines() -> None:
     spans = passage_spans("One. Two\n\n  three four.\n")
     assert spans == [(0, 4), (5, 8), (12, 23)]
     assert passage_spans(" \n ") == []
+    lower = "sodium is 41. gait, e.g. walking, is steady."
+    assert next(lower[a:b] for a, b in passage_spans(lower)) == "sodium is 41."
+    capital = "Gait, e.g. walking, is steady."
+    assert passage_spans(capital) == [(0, len(capital))]
 
 
 def test_changes_are_whole_passages_of_both_texts() -> None:

@@ -19,13 +19,13 @@ def test_the_best_passage_has_the_words_of_question_and_answer() -> None:
 
 
 def test_of_right_answers_about_charts_the_first_passage_holds_the_fact() -> None:
-    """Each of 400 facts of 20 charts is asked for in words that share the field's name alone."""
+    """Each of the 80 facts of four charts is asked for in words that share the field's name alone."""
     right = 0
-    for seed in range(20):
+    for seed in range(4):
         chart = draw_chart(random.Random(seed), 20, 3, 0.5)
         text = "\n".join(note.text for note in chart.notes)
         for field, value in (fact for note in chart.notes for fact in note.facts):
             answer = f"the {field} is {value}."
             first, *_ = supporting_passages(text, f"what is the {field}?", answer)
             right += first.text == f"{fact_text((field, value))}."
-    assert right >= 396
+    assert right == 80
