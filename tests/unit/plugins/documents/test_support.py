@@ -19,7 +19,7 @@ def test_the_best_passage_has_the_words_of_question_and_answer() -> None:
 
 
 def test_of_right_answers_about_charts_the_first_passage_holds_the_fact() -> None:
-    """Each of the 80 facts of four charts is asked for in words that share the field's name alone."""
+    """Each of the 80 facts of four charts is asked for by the name of its field."""
     right = 0
     for seed in range(4):
         chart = draw_chart(random.Random(seed), 20, 3, 0.5)
