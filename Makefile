@@ -42,7 +42,7 @@ REAL_DOCS := docs/explanation/on_policy.md docs/explanation/rsa.md docs/explanat
 HELPERS := tests:tests/fakes:tests/setups:tests/scenarios:tests/clusters
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-verifiers install-trl install-verl install-prometheus install-browser install-helm install-moto install-slurm run run-real run-vllm serve test test-fast test-isa test-all bench-against equal-runs \
+.PHONY: help install install-vllm install-verifiers install-trl install-verl install-prometheus install-browser install-helm install-moto install-slurm pauses run run-real run-vllm serve test test-fast test-isa test-all bench-against equal-runs \
         lint format proto proto-release constraints sbom image k8s k8s-check k8s-apiserver k8s-control-plane dist bench bench-vllm bench-hosts gpu-check chaos clean \
         install-docs docs reference reference-models
 
@@ -313,6 +313,9 @@ bench-hosts: install ## the controller's latencies, publishes over shaped links,
 chaos: install ## how soon a run ends or goes on after each fault, and each role after a death: 25 minutes
 	PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.recovery.runs
 	PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.recovery.replicas
+
+pauses: install ## 30 runs whose every process stands still for 5 to 600 seconds: about an hour
+	PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.recovery.pauses --out runs/pauses/pauses.json
 
 clean: ## remove the environment and every run
 	rm -rf $(VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(VERL_VENV) $(DOCS_VENV) .bootstrap runs site

@@ -180,12 +180,14 @@ class TeacherScoring:
         new = {text: i for i, text in places if text not in self._kept}
         self._weights.begin(key)
         scored = await gather([self._alone(key, batch.doc[i], version) for i in new.values()])
-        known = self._kept | {text: tensors for text, (_, tensors) in zip(new, scored, strict=True)}
-        if sum(tensors["indices"].numel() for tensors in known.values()) <= KEPT_ENTRIES:
-            self._kept = known
+        by_text = self._kept | {
+            text: tensors for text, (_, tensors) in zip(new, scored, strict=True)
+        }
+        if sum(tensors["indices"].numel() for tensors in by_text.values()) <= KEPT_ENTRIES:
+            self._kept = by_text
         stored = [
             PrecomputedScores(
-                i, *(tuple(map(tuple, known[text][name].tolist())) for name in STORED)
+                i, *(tuple(map(tuple, by_text[text][name].tolist())) for name in STORED)
             )
             for i, text in places
         ]

@@ -186,11 +186,11 @@ def _steps(
     write_seconds = ANSWER_TOKENS / rates.decode + QUESTION_TOKENS / rates.forward
     of_own = write_seconds + answer_tokens / rates.forward + answer_tokens / rates.backward
     reading = words / rates.forward
-    kept = STEP_SECONDS + prompts * (share * words / rates.backward + (1 - share) * of_own)
-    anew = kept + prompts * share * reading
-    steps = max(int(seconds / anew), int((seconds - questions * reading) / kept))
-    once = min(1.0, questions / max(1.0, steps * prompts * share))
-    return steps, kept + once * prompts * share * reading
+    later = STEP_SECONDS + prompts * (share * words / rates.backward + (1 - share) * of_own)
+    first = later + prompts * share * reading
+    steps = max(int(seconds / first), int((seconds - questions * reading) / later))
+    share_read = min(1.0, questions / max(1.0, steps * prompts * share))
+    return steps, later + share_read * prompts * share * reading
 
 
 def _documents(documents: int, parts: int) -> str:

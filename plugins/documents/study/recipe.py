@@ -304,9 +304,14 @@ class DocumentsRecipe(Recipe):
     def repeated(self, rollout: Rollout) -> frozenset[str]:
         """Return the samples with the document's own words or a row's answer, of documents whose
         questions do not last for the run's steps."""
-        teacher, asks = self._spec.teacher, self._spec.objective.asks_document
+        teacher, objective = self._spec.teacher, self._spec.objective
         # Kept are a teacher's top entries alone.
-        if teacher.top_k == "full" or teacher.student_top or asks or not is_offline(rollout):
+        if (
+            teacher.top_k == "full"
+            or teacher.student_top
+            or objective.asks_document
+            or not is_offline(rollout)
+        ):
             return frozenset()
         if self._study.scores == "stored":
             return frozenset()
