@@ -55,8 +55,9 @@ STATUS_SECONDS = 1.0  # between two statuses: each takes both processes 2 ms
 STATUS_TIMEOUT = 30.0
 STILL_SECONDS = 2.0  # at most, of one poll: in the rest this process was stopped
 LOCAL_ENVIRONMENT = {
-    # Its clock goes on while all processes are stopped (a closed lid, a paused container).
-    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "1h",
+    # Their clocks go on while all processes are stopped (a closed lid, a paused container).
+    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "24h",
+    "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "24h",
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "36500d",
 }
 OF_THE_MESH = (b"monarch", b"forkserver")  # in the command lines of its processes

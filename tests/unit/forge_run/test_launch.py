@@ -25,7 +25,8 @@ def test_messages_to_other_hosts_wait_for_their_links() -> None:
     mesh = "meshes/longhealth.yaml"
     delivery = "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT"
     health = load_spec(mesh).spec.mesh.health
-    assert monarch_environment(health)[delivery] == "1h"  # longer than a pause of all processes
+    assert monarch_environment(health)[delivery] == "24h"  # longer than a pause of all processes
+    assert monarch_environment(health)["HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT"] == "24h"
     assert monarch_environment(health, local=False)[delivery] == "24h"
 
 
