@@ -36,6 +36,7 @@ BENCH ?=
 GPU ?=
 BASE ?= 9fc9f6f
 MINUTES ?= 24
+SOAK_MINUTES ?= 60
 MODEL ?= smollm2-135m
 TARGET ?= cpu
 IMAGE_OPTIONS ?=
@@ -44,7 +45,7 @@ HELPERS := tests:tests/fakes:tests/setups:tests/scenarios:tests/clusters
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm install-verifiers install-trl install-verl install-prometheus install-browser install-helm install-moto install-slurm run run-real run-vllm serve test test-fast test-isa test-all bench-against equal-runs \
-        lint format proto proto-release constraints hashes sbom image k8s k8s-check k8s-apiserver k8s-control-plane dist bench bench-vllm bench-hosts gpu-check chaos clean \
+        lint format proto proto-release constraints hashes sbom image k8s k8s-check k8s-apiserver k8s-control-plane dist bench bench-vllm bench-hosts gpu-check chaos soak clean \
         install-docs docs reference reference-models
 
 help: ## show this list
@@ -221,6 +222,7 @@ test-all: $(FOR_TESTS) install-browser install-slurm install-trl install-verl ##
 	$(EACH); $(TIERS); \
 	each $(ISA); \
 	each HYPOTHESIS_PROFILE=night $(PYTEST) -m hypothesis tests/unit tests/mesh; \
+	each PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.recovery.soak --minutes $(SOAK_MINUTES); \
 	each FORGE_SEQUENCES=200 $(PYTEST) tests/mesh/services/test_run_model.py; \
 	each FORGE_RUN_SEQUENCES=200 FORGE_REQUIRE_BROWSER=$(if $(and $(shell command -v chromium),$(shell command -v npm)),1) \
 	  $(SLOW_PYTEST) tests/nightly; \
@@ -319,6 +321,9 @@ bench-hosts: install ## the controller's latencies, publishes over shaped links,
 chaos: install ## how soon a run ends or goes on after each fault, and each role after a death: 25 minutes
 	PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.recovery.runs
 	PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.recovery.replicas
+
+soak: install ## SOAK_MINUTES of a server and a run under load, with a kill or a stop of a role each minute
+	PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.recovery.soak --minutes $(SOAK_MINUTES)
 
 clean: ## remove the environment and every run
 	rm -rf $(VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(VERL_VENV) $(DOCS_VENV) .bootstrap runs site
