@@ -47,20 +47,15 @@ TREE = "<tree>"  # stands in an archive's texts for the folder of the code
 OF_THE_PROCESS = {
     ".lease", ".reserve", ".document-kv", "endpoints.json", "control.token", "report.html",
 }  # fmt: skip
-CODE = """\
-import sys
-try:
-    from cartridge_forge.forge_run.cli import forge_run
-except ImportError:
-    from forge_run.cli import forge_run
-sys.exit(forge_run())
-"""
+CODE = "import sys; from {package}.cli import forge_run; sys.exit(forge_run())"
 
 
 def command(tree: Path, root: Path, *extra: str) -> list[str]:
     """The command of the run by the code of `tree`."""
-    words = [sys.executable, "-c", CODE, str(tree / "meshes/longhealth.yaml"), "--run-dir"]
-    words += [str(root), *extra]
+    moved = (tree / "cartridge_forge/forge_run").exists()  # on 2026-11-29
+    code = CODE.format(package="cartridge_forge.forge_run" if moved else "forge_run")
+    words = [sys.executable, "-c", code, str(tree / "meshes/longhealth.yaml")]
+    words += ["--run-dir", str(root), *extra]
     for key, value in SETS.items():
         words += ["--set", f"{key}={json.dumps(value)}"]
     return words
