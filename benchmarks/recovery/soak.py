@@ -120,7 +120,7 @@ def wait_for(what: str, ready: Any, process: subprocess.Popen[str]) -> Any:
     return result
 
 
-class TrainingRun:
+class EndlessRun:
     """The run without an end; it is resumed whenever it ends."""
 
     def __init__(self, root: Path, stack: ExitStack) -> None:
@@ -161,15 +161,15 @@ class RequestKind:
             return "".join(
                 choice["delta"].get("content") or "" for c in chunks for choice in c["choices"]
             )
-        found = answer.json()
+        reply = answer.json()
         match self.path:
             case "/v1/chat/completions":
-                return "\n".join(choice["message"]["content"] for choice in found["choices"])
+                return "\n".join(choice["message"]["content"] for choice in reply["choices"])
             case "/v1/completions":
-                return "\n".join(choice["text"] for choice in found["choices"])
+                return "\n".join(choice["text"] for choice in reply["choices"])
             case "/v1/messages":
-                return "".join(part.get("text", "") for part in found["content"])
-        parts = [part for item in found["output"] for part in item.get("content", ())]
+                return "".join(part.get("text", "") for part in reply["content"])
+        parts = [part for item in reply["output"] for part in item.get("content", ())]
         return "".join(part.get("text", "") for part in parts)
 
 
@@ -233,7 +233,7 @@ class Load:
         for thread in self._threads:
             thread.join(TIMEOUT_S)
 
-    def taken(self) -> MinuteCount:
+    def take(self) -> MinuteCount:
         """Return the count since the last call."""
         with self._lock:
             count, self._count = self._count, MinuteCount()
@@ -252,10 +252,10 @@ class Load:
         failure, text, retried = "", "", False
         try:
             answer = self._send(client, kind)
-            after = answer.headers.get("retry-after", "")
-            if answer.status_code in RETRIED and after.isdigit():
+            wait = answer.headers.get("retry-after", "")
+            if answer.status_code in RETRIED and wait.isdigit():
                 retried = True
-                time.sleep(min(float(after), WAIT_S))
+                time.sleep(min(float(wait), WAIT_S))
                 answer = self._send(client, kind)
             if answer.status_code == 200:
                 text = kind.text(answer)
@@ -312,7 +312,7 @@ def busiest(member: Running, count: int) -> list[int]:
     return sorted(seconds, key=lambda pid: -seconds[pid])[:count]
 
 
-def strike(fault: RoleFault, server: Running, run: TrainingRun) -> str:
+def strike(fault: RoleFault, server: Running, run: EndlessRun) -> str:
     """Strike; return what was done."""
     pids: list[int] = []
     if fault.role == "server's generator":
@@ -335,7 +335,7 @@ def strike(fault: RoleFault, server: Running, run: TrainingRun) -> str:
 # -- the record -----------------------------------------------------------------------------------
 
 
-def held(member: Running) -> tuple[float, int]:
+def usage(member: Running) -> tuple[float, int]:
     """Return a command's proportional set size in MB, and its open descriptors."""
     kib, descriptors = 0, 0
     for pid in member.alive():
@@ -347,10 +347,10 @@ def held(member: Running) -> tuple[float, int]:
 
 
 def row_of(
-    minute: int, count: MinuteCount, struck: str, server: Running, run: TrainingRun
+    minute: int, count: MinuteCount, struck: str, server: Running, run: EndlessRun
 ) -> dict[str, Any]:
     """Return the row of a minute."""
-    (server_mb, server_fds), (run_mb, run_fds) = held(server), held(run.member)
+    (server_mb, server_fds), (run_mb, run_fds) = usage(server), usage(run.member)
     seconds = sorted(count.seconds)
     return {
         "minute": minute,
@@ -418,25 +418,25 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
             (home / name).mkdir()
         server = stack.enter_context(started(serve(home / "server"), home / "server"))
         output = home / "server/output"
-        found = wait_for(
+        line = wait_for(
             "the server", lambda: re.search(r"on (http://\S+);", output.read_text()), server.process
         )
-        run = TrainingRun(home / "run", stack)
+        run = EndlessRun(home / "run", stack)
         wait_for("the run", run.steps, run.member.process)
-        load = Load(found[1], options.clients, options.seed)
+        load = Load(line[1], options.clients, options.seed)
         load.start()
         stack.callback(load.stop)
         for minute in range(len(rows), options.minutes):
             start, fault, struck = time.monotonic(), drawn(options.seed, minute), ""
-            while (gone := time.monotonic() - start) < MINUTE_S:
-                if not struck and gone >= fault.delay_s:
+            while (elapsed := time.monotonic() - start) < MINUTE_S:
+                if not struck and elapsed >= fault.delay_s:
                     struck = strike(fault, server, run)
                 if server.process.poll() is not None:
                     raise SystemExit(f"the server has ended:\n{output.read_text()[-3000:]}")
                 if run.member.process.poll() is not None:
                     run.resume()
                 time.sleep(0.2)
-            rows.append(row_of(minute, load.taken(), struck, server, run))
+            rows.append(row_of(minute, load.take(), struck, server, run))
             print(json.dumps(rows[-1]), flush=True)
             write(options.out, origin, {}, {"summary": summary(rows), "rows": rows})
     return summary(rows)

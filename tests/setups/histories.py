@@ -1,7 +1,7 @@
 """Runs that earlier commits made and did not finish, as archives of tests/data/histories.
 
     git worktree add --detach /tmp/tree COMMIT
-    PYTHONPATH=.:tests/setups python tests/scenarios/histories.py /tmp/tree
+    PYTHONPATH=.:tests/setups python tests/setups/histories.py /tmp/tree
 
 records one by the code of that tree, in a minute or two. The run is the main job, cut down to
 four steps over one patient; it is killed after the third, of which the checkpoint is the second's.
