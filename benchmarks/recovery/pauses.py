@@ -58,7 +58,7 @@ def paused(root: Path, step: int, seconds: float, calm: Path) -> dict[str, Any]:
     return row | {"changed": changed, "output": output[-500:] if code else ""}
 
 
-def drawn(options: argparse.Namespace) -> list[tuple[int, float]]:
+def draw(options: argparse.Namespace) -> list[tuple[int, float]]:
     """Return the step and the length of each pause, the short ones first."""
     rng = random.Random(options.seed)
     lengths = [SHORT_S] * options.short + [LONG_S] * options.long
@@ -86,7 +86,7 @@ def main() -> None:
         process = run_to_end(command(calm, **STALE), END_S)
         if process.returncode:
             raise SystemExit(process.stdout + process.stderr)
-        for number, (step, seconds) in list(enumerate(drawn(options)))[len(table) :]:
+        for number, (step, seconds) in list(enumerate(draw(options)))[len(table) :]:
             table.append(paused(Path(folder) / str(number), step, seconds, latest(calm)))
             print(json.dumps(table[-1]), flush=True)
             write(options.out, origin, {}, table)

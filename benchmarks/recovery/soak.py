@@ -288,7 +288,7 @@ class RoleFault:
     replica: int
 
 
-def drawn(seed: int, minute: int) -> RoleFault:
+def draw(seed: int, minute: int) -> RoleFault:
     """Return the fault of a minute; the controller is killed and never stopped, for nothing within
     the run finds that."""
     rng = random.Random(f"{seed}/{minute}")
@@ -394,7 +394,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return figures
 
 
-def missed(figures: Mapping[str, Any]) -> list[str]:
+def missed_goals(figures: Mapping[str, Any]) -> list[str]:
     """Return the goals that a summary misses."""
     goals = {
         f"{100 * ANSWERED}% answered": figures["answered"] >= ANSWERED,
@@ -427,7 +427,7 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
         load.start()
         stack.callback(load.stop)
         for minute in range(len(rows), options.minutes):
-            start, fault, struck = time.monotonic(), drawn(options.seed, minute), ""
+            start, fault, struck = time.monotonic(), draw(options.seed, minute), ""
             while (elapsed := time.monotonic() - start) < MINUTE_S:
                 if not struck and elapsed >= fault.delay_s:
                     struck = strike(fault, server, run)
@@ -493,7 +493,7 @@ def main() -> None:
         return
     figures = soak(options)
     FigureTable().add(figures)
-    if goals := missed(figures):
+    if goals := missed_goals(figures):
         raise SystemExit(f"missed: {', '.join(goals)}")
 
 

@@ -108,17 +108,17 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, An
         while not flood.refusals:  # until the queue is full
             time.sleep(0.05)
         step = flood.step_seconds()
-        beside = polite(at, options.requests)
+        flooded = polite(at, options.requests)
         flood.end()
     bound = p95(calm) + STEPS * step
     results = {
-        "calm p95, s": round(p95(calm), 4), "beside the flood p95, s": round(p95(beside), 4),
+        "calm p95, s": round(p95(calm), 4), "beside the flood p95, s": round(p95(flooded), 4),
         "step of the full batch, s": round(step, 4), "bound, s": round(bound, 4),
-        "served": len(beside), "refusals of the flood": flood.refusals,
+        "served": len(flooded), "refusals of the flood": flood.refusals,
     }  # fmt: skip
     for name, figure in results.items():
         print(f"{name:<28} {figure}", flush=True)
-    return {"wait beside a flood over its bound": p95(beside) / bound}, results
+    return {"wait beside a flood over its bound": p95(flooded) / bound}, results
 
 
 if __name__ == "__main__":
