@@ -23,6 +23,12 @@ VERL := verl==0.9.1
 VERL_VENV := .venv-verl
 VERL_STAMP := $(VERL_VENV)/.installed-$(subst ==,-,$(VERL))
 MATERIAL := mkdocs-material==9.8.1
+CLIENTS := langchain-openai==1.7.4 llm==0.36 nbclient==0.11.0 ipykernel==7.4.0
+TRACKIO := trackio==0.43.0 brotli==1.2.1 gradio-client==2.7.2 orjson==3.13.0
+CLIENTS_VENV := .venv-clients
+LLAMA_INDEX := llama-index-llms-openai-like==0.8.1
+LLAMA_INDEX_VENV := .venv-llama-index
+CLIENTS_STAMP := $(CLIENTS_VENV)/.installed-1
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed-$(subst ==,-,$(MATERIAL))
 HELM := helm-python-sdk==0.2.2
@@ -42,7 +48,7 @@ REAL_DOCS := docs/explanation/on_policy.md docs/explanation/rsa.md docs/explanat
 HELPERS := tests:tests/fakes:tests/setups:tests/scenarios:tests/clusters
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-verifiers install-trl install-verl install-prometheus install-browser install-helm install-moto install-slurm pauses run run-real run-vllm serve test test-fast test-isa test-all bench-against equal-runs \
+.PHONY: help install install-vllm install-verifiers install-trl install-verl install-clients install-prometheus install-browser install-helm install-moto install-slurm pauses run run-real run-vllm serve test test-fast test-isa test-all bench-against equal-runs \
         lint format proto proto-release constraints sbom image k8s k8s-check k8s-apiserver k8s-control-plane dist bench bench-vllm bench-hosts gpu-check chaos clean \
         install-docs docs reference reference-models
 
@@ -107,6 +113,20 @@ $(VERL_STAMP): constraints-verl.txt
 	  $(PYTHON) -m pip install -q --target .bootstrap virtualenv && \
 	  PYTHONPATH=.bootstrap $(PYTHON) -m virtualenv -q $(VERL_VENV); }
 	$(VERL_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-verl.txt $(TORCH) $(VERL)
+	@touch $@
+
+install-clients: $(CLIENTS_STAMP) ## make .venv-clients and .venv-llama-index, for the tests of clients and of the notebook
+
+# What users of ours have beside us: llm needs openai > 3 and LlamaIndex openai < 3. trackio pins a pillow older
+# than ours, so that it is installed as protocols.packages says.
+$(CLIENTS_STAMP): constraints-clients.txt constraints-llama-index.txt
+	rm -rf $(CLIENTS_VENV) $(LLAMA_INDEX_VENV)
+	for venv in $(CLIENTS_VENV) $(LLAMA_INDEX_VENV); do $(PYTHON) -m venv $$venv || { rm -rf $$venv; \
+	  $(PYTHON) -m pip install -q --target .bootstrap virtualenv && \
+	  PYTHONPATH=.bootstrap $(PYTHON) -m virtualenv -q $$venv; } || exit 1; done
+	$(CLIENTS_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-clients.txt $(CLIENTS)
+	$(CLIENTS_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) --no-deps $(TRACKIO)
+	$(LLAMA_INDEX_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-llama-index.txt $(LLAMA_INDEX)
 	@touch $@
 
 install-docs: $(DOCS_STAMP) ## make .venv-docs, which builds the documentation site
@@ -215,7 +235,7 @@ test: $(FOR_TESTS) ## tests/unit and tests/mesh: the test suite
 test-isa: install ## tests/unit as processors with AVX2, AVX-512 and its bfloat16 would run them
 	$(ISA)
 
-test-all: $(FOR_TESTS) install-browser install-slurm install-trl install-verl ## all tests: these, test-isa, and tests/nightly: kills at any phase, hosts, recipes, long runs
+test-all: $(FOR_TESTS) install-browser install-slurm install-trl install-verl install-clients ## all tests: these, test-isa, and tests/nightly: kills at any phase, hosts, recipes, long runs
 	$(EACH); $(TIERS); \
 	each $(ISA); \
 	each HYPOTHESIS_PROFILE=night $(PYTEST) -m hypothesis tests/unit tests/mesh; \
@@ -250,6 +270,10 @@ constraints: ## pin in constraints*.txt every package that is installed now
 	  mv .constraints constraints-trl.txt
 	{ sed -n '/^#/p' constraints-verl.txt; $(VERL_VENV)/bin/python $(FROZEN); } > .constraints && \
 	  mv .constraints constraints-verl.txt
+	{ sed -n '/^#/p' constraints-clients.txt; $(CLIENTS_VENV)/bin/python $(FROZEN); } > .constraints && \
+	  mv .constraints constraints-clients.txt
+	{ sed -n '/^#/p' constraints-llama-index.txt; $(LLAMA_INDEX_VENV)/bin/python $(FROZEN); } > .constraints && \
+	  mv .constraints constraints-llama-index.txt
 	{ sed -n '/^#/p' constraints-docs.txt; $(DOCS_VENV)/bin/python $(FROZEN); } > .constraints && \
 	  mv .constraints constraints-docs.txt
 
@@ -318,4 +342,4 @@ pauses: install ## 30 runs whose every process stands still for 5 to 600 seconds
 	PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.recovery.pauses --out runs/pauses/pauses.json
 
 clean: ## remove the environment and every run
-	rm -rf $(VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(VERL_VENV) $(DOCS_VENV) .bootstrap runs site
+	rm -rf $(VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(VERL_VENV) $(CLIENTS_VENV) $(LLAMA_INDEX_VENV) $(DOCS_VENV) .bootstrap runs site
