@@ -14,19 +14,10 @@ from typing import Any
 
 import httpx2
 import pytest
-from safetensors.torch import save_file
+from chart_library import add_chart
 from served import serve_command
-from serving_setup import READER, model
 from telemetry_stream import STEPS
 from tutorial_pages import ROOT, TutorialBlock, blocks, console_scripts
-
-from cartridge_forge.learning.model.loading import load_tokenizer
-from cartridge_forge.learning.teacher import document_kv
-from cartridge_forge.plugins.documents.study.longhealth import open_prompts
-from cartridge_forge.plugins.library.formats.base_model import read_base
-from cartridge_forge.plugins.library.store import CartridgeStore
-from cartridge_forge.plugins.rsa.spec import RsaLearn
-from cartridge_forge.protocols.spec.loading import load_spec
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -56,12 +47,7 @@ def test_there_are_pythons_with_the_clients() -> None:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
     """`forge serve` with one cartridge: the keys and values of the first patient's whole chart."""
     home = tmp_path_factory.mktemp("home")
-    learn = RsaLearn.of(load_spec(str(ROOT / "meshes/longhealth.yaml")).spec.learn)
-    prompts = open_prompts(learn, load_tokenizer(str(READER)))
-    library = CartridgeStore(home / "library", read_base(READER))
-    with library.incoming() as file:
-        save_file({"kv": document_kv(model(), tuple(prompts.documents["patient_01"]))}, file)
-        library.add("patient_01", file, {})
+    tokens = add_chart(home / "library")
     with serve_command(home, "roles.generator.replicas=1", "spares=0") as (_, url, _):
         reply = httpx2.post(
             f"{url}/v1/chat/completions", timeout=600, json={
@@ -70,7 +56,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
             },
         )  # fmt: skip
         answer = reply.json()["choices"][0]["message"]["content"]
-        yield PageServer(url, home, answer, len(prompts.documents["patient_01"]))
+        yield PageServer(url, home, answer, tokens)
 
 
 def block(title: str) -> TutorialBlock:
@@ -126,7 +112,7 @@ def test_the_requests_of_open_webui(server: PageServer) -> None:
     listed = httpx2.get(f"{server.url}/v1/models", headers=headers, timeout=600).json()
     assert listed["object"] == "list"
     names = [one["id"] for one in listed["data"]]
-    assert names == ["clinic-reader", MODEL, f"{MODEL}@1"]
+    assert names == ["clinic-reader", "auto", MODEL, f"{MODEL}@1"]
     body = {
         "stream": True, "model": MODEL, "stream_options": {"include_usage": True},
         "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 16,
@@ -166,7 +152,8 @@ def test_trackio_keeps_a_run_and_its_continuation(tmp_path: Path) -> None:
     ended = subprocess.run(
         [CLIENTS / "python", "-c", code], text=True, capture_output=True, timeout=1200,
         env={
-            "PATH": os.environ["PATH"], "HOME": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "kept"),
+            "PATH": os.environ["PATH"], "HOME": str(tmp_path),
+            "TRACKIO_DIR": str(tmp_path / "kept"),
             "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/setups'}",
         },
         check=False,
