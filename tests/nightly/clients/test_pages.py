@@ -70,7 +70,10 @@ def run(python: Path, server: PageServer, folder: Path, title: str, *paths: Path
     path = os.pathsep.join(map(str, (*paths, os.environ["PATH"])))
     ended = subprocess.run(
         [python, title], cwd=folder, text=True, capture_output=True, timeout=1200, check=False,
-        env={"PATH": path, "HOME": str(folder), "FORGE_HOME": str(server.home)},
+        env={
+            "PATH": path, "HOME": str(folder), "FORGE_HOME": str(server.home),
+            "PYTHONPATH": str(ROOT),
+        },
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
