@@ -93,12 +93,12 @@ class LibraryTools:
 
     def read(self, uri: str) -> types.ReadResourceResult:
         """Return the facts of a cartridge, or its text. Raises DataError."""
-        place = re.fullmatch(rf"{FOLDER}([^/]+)({DOCUMENT})?", uri)
-        if place is None:
+        match = re.fullmatch(rf"{FOLDER}([^/]+)({DOCUMENT})?", uri)
+        if match is None:
             raise DataError(f"{uri} is no resource; write {FOLDER}NAME or {FOLDER}NAME{DOCUMENT}")
-        entry = self._library.get(parse_cartridge(place[1]))
+        entry = self._library.get(parse_cartridge(match[1]))
         versioned = f"{FOLDER}{_label(entry)}"
-        if place[2]:
+        if match[2]:
             kind, text = "text/plain", self._document(_label(entry))
         else:
             kind, text = "application/json", json.dumps(self._facts(entry, versioned), indent=1)
@@ -133,8 +133,8 @@ class LibraryTools:
 
     def _loaded(self, cartridge: AskedCartridge) -> TokenSampler:
         """Return a cartridge's sampler, of the engine that is loaded where it is the same."""
-        before = self._cartridge
-        if self._sampler is None or before is None or before.file != cartridge.file:
+        loaded = self._cartridge
+        if self._sampler is None or loaded is None or loaded.file != cartridge.file:
             self.close()
             self._sampler = self._engine.enter_context(sampler_of(cartridge))
             self._cartridge = cartridge

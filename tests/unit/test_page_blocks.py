@@ -1,5 +1,5 @@
 """Every shell and Python block of README and docs is run by a test, or has its reason and is
-counted: tests/scenarios/page_blocks.yaml. tests/nightly/runs/test_page_blocks.py runs them."""
+counted: tests/page_blocks/table.yaml. tests/nightly/runs/test_page_blocks.py runs them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ast
 from collections import Counter
 
 import pytest
-from page_blocks import BlockRow, PageBlock, matched, page_blocks, rows, table
+from page_blocks.table import BlockRow, PageBlock, matched, page_blocks, rows, table
 from tutorial_pages import ROOT
 
 

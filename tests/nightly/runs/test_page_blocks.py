@@ -1,5 +1,5 @@
 """Run the shell and Python blocks of README and docs from a folder outside the tree, as the table
-tests/scenarios/page_blocks.yaml says."""
+tests/page_blocks/table.yaml says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from chart_library import add_chart
-from page_blocks import BlockRow, PageBlock, matched
+from page_blocks.table import BlockRow, PageBlock, matched
 from served import serve_command
 from tutorial_pages import ROOT, as_a_reader, blocks, console_scripts
 

@@ -1,6 +1,6 @@
 """Tell of every shell and Python block of README and docs what a test does with it.
 
-`page_blocks.yaml` is the table: for each page a row for each of its blocks, by the block's first
+`table.yaml` has for each page a row for each of its blocks, by the first line of the block
 line or the beginning of it. A row says one of:
 
     run     tests/nightly/runs/test_page_blocks.py runs it, in a folder outside the tree
