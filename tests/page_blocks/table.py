@@ -1,7 +1,7 @@
 """Tell of every shell and Python block of README and docs what a test does with it.
 
-`table.yaml` has for each page a row for each of its blocks, by the first line of the block
-line or the beginning of it. A row says one of:
+`table.yaml` has for each page a row for each of its blocks, by the first line of the block,
+or the beginning of it. A row says one of:
 
     run     tests/nightly/runs/test_page_blocks.py runs it, in a folder outside the tree
     plan    the same, with --dry-run behind each command that can take it: the run itself is long
