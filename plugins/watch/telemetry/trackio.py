@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from contextvars import copy_context
 from os import environ
 from typing import Any
 
@@ -33,9 +34,10 @@ class TrackioSink(ArmSink):
         project = environ.get("TRACKIO_PROJECT", PROJECT)
         try:
             with redirect_stdout(sys.stderr):  # it prints where it logs
-                self._run = trackio.init(
-                    project=project, name=run, group=mesh, config=dict(spec), resume="allow",
-                    embed=False, auto_log_gpu=False, auto_log_cpu=False,
+                # In a context of its own: trackio ends the context's run once more at exit.
+                self._run = copy_context().run(
+                    trackio.init, project=project, name=run, group=mesh, config=dict(spec),
+                    resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False,
                 )  # fmt: skip
         except Exception as error:  # of the library, and of the server that it is told
             raise SpecError(
