@@ -29,6 +29,9 @@ CLIENTS_VENV := .venv-clients
 LLAMA_INDEX := llama-index-llms-openai-like==0.8.1
 LLAMA_INDEX_VENV := .venv-llama-index
 CLIENTS_STAMP := $(CLIENTS_VENV)/.installed-1
+OPEN_WEBUI := open-webui==0.12.4
+OPEN_WEBUI_VENV := .venv-open-webui
+OPEN_WEBUI_STAMP := $(OPEN_WEBUI_VENV)/.installed-$(subst ==,-,$(OPEN_WEBUI))
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed-$(subst ==,-,$(MATERIAL))
 HELM := helm-python-sdk==0.2.2
@@ -48,7 +51,7 @@ REAL_DOCS := docs/explanation/on_policy.md docs/explanation/rsa.md docs/explanat
 HELPERS := tests:tests/fakes:tests/setups:tests/scenarios:tests/clusters
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-verifiers install-trl install-verl install-clients install-prometheus install-browser install-helm install-moto install-slurm pauses run run-real run-vllm serve test test-fast test-isa test-all bench-against equal-runs \
+.PHONY: help install install-vllm install-verifiers install-trl install-verl install-clients install-open-webui install-prometheus install-browser install-helm install-moto install-slurm pauses run run-real run-vllm serve test test-fast test-isa test-all bench-against equal-runs \
         lint format proto proto-release constraints sbom image k8s k8s-check k8s-apiserver k8s-control-plane dist bench bench-vllm bench-hosts gpu-check chaos clean \
         install-docs docs reference reference-models
 
@@ -127,6 +130,16 @@ $(CLIENTS_STAMP): constraints-clients.txt constraints-llama-index.txt
 	$(CLIENTS_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-clients.txt $(CLIENTS)
 	$(CLIENTS_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) --no-deps $(TRACKIO)
 	$(LLAMA_INDEX_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-llama-index.txt $(LLAMA_INDEX)
+	@touch $@
+
+install-open-webui: $(OPEN_WEBUI_STAMP) ## make .venv-open-webui, 2.4 GB, for one test of clients
+
+$(OPEN_WEBUI_STAMP):
+	rm -rf $(OPEN_WEBUI_VENV)
+	$(PYTHON) -m venv $(OPEN_WEBUI_VENV) || { rm -rf $(OPEN_WEBUI_VENV); \
+	  $(PYTHON) -m pip install -q --target .bootstrap virtualenv && \
+	  PYTHONPATH=.bootstrap $(PYTHON) -m virtualenv -q $(OPEN_WEBUI_VENV); }
+	$(OPEN_WEBUI_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) $(TORCH) $(OPEN_WEBUI)
 	@touch $@
 
 install-docs: $(DOCS_STAMP) ## make .venv-docs, which builds the documentation site
@@ -342,4 +355,4 @@ pauses: install ## 30 runs whose every process stands still for 5 to 600 seconds
 	PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.recovery.pauses --out runs/pauses/pauses.json
 
 clean: ## remove the environment and every run
-	rm -rf $(VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(VERL_VENV) $(CLIENTS_VENV) $(LLAMA_INDEX_VENV) $(DOCS_VENV) .bootstrap runs site
+	rm -rf $(VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(VERL_VENV) $(CLIENTS_VENV) $(LLAMA_INDEX_VENV) $(OPEN_WEBUI_VENV) $(DOCS_VENV) .bootstrap runs site
