@@ -81,10 +81,10 @@ class BlockRow:
 
 
 def _planned(line: str) -> str:
-    command, mark, comment = line.partition("  #")
+    command, comment = re.fullmatch(r"(.*?)(\s+#\s.*)?", line).groups(default="")
     if not command.lstrip().startswith(PLANS) or "--dry-run" in command:
         return line
-    return f"{command.rstrip()} --dry-run{mark}{comment}"
+    return f"{command} --dry-run{comment}"
 
 
 def pages() -> list[str]:

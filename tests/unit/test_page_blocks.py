@@ -41,10 +41,10 @@ def test_what_no_test_runs_is_no_command_or_compiles() -> None:
 
 
 def test_a_script_leaves_out_fills_in_and_plans() -> None:
-    block = PageBlock("a.md", "", "pip install x\nforge-run M \\\n  --set a=1  # why\nforge plan M")
+    block = PageBlock("a.md", "", "pip install x\nforge-run M \\\n  --set a=1 # why\nforge plan M")
     row = BlockRow("a.md", "pip", "plan", leave=("pip",), edit={"M": "longhealth"}, before="cd .")
     assert row.script(block) == (
-        "cd .\nforge-run longhealth    --set a=1 --dry-run  # why\nforge plan longhealth\n"
+        "cd .\nforge-run longhealth    --set a=1 --dry-run # why\nforge plan longhealth\n"
     )
     with pytest.raises(AssertionError, match="has no 'N' to edit"):
         BlockRow("a.md", "pip", "run", edit={"N": "x"}).script(block)

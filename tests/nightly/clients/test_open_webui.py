@@ -1,5 +1,5 @@
-"""Ask a cartridge in Open WebUI itself, by the API of its own pages. It pins versions of its own and
-takes 2.4 GB, so that it is installed for this test alone: `make install-open-webui`."""
+"""Ask a cartridge in Open WebUI itself, by the API of its own pages. It pins versions of its
+own and takes 2.4 GB: installed for this test alone, by `make install-open-webui`."""
 
 from __future__ import annotations
 
