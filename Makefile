@@ -22,6 +22,15 @@ TRL_STAMP := $(TRL_VENV)/.installed-trl-1.16.0
 VERL := verl==0.9.1
 VERL_VENV := .venv-verl
 VERL_STAMP := $(VERL_VENV)/.installed-$(subst ==,-,$(VERL))
+CLIENTS := langchain-openai==1.7.4 llm==0.36 nbclient==0.11.0 ipykernel==7.4.0
+TRACKIO := trackio==0.43.0 brotli==1.2.1 gradio-client==2.7.2 orjson==3.13.0
+CLIENTS_VENV := .venv-clients
+LLAMA_INDEX := llama-index-llms-openai-like==0.8.1
+LLAMA_INDEX_VENV := .venv-llama-index
+CLIENTS_STAMP := $(CLIENTS_VENV)/.installed-1
+OPEN_WEBUI := open-webui==0.12.4
+OPEN_WEBUI_VENV := .venv-open-webui
+OPEN_WEBUI_STAMP := $(OPEN_WEBUI_VENV)/.installed-$(subst ==,-,$(OPEN_WEBUI))
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed
 UV := uv==0.13.9
@@ -44,7 +53,7 @@ REAL_DOCS := docs/explanation/on_policy.md docs/explanation/rsa.md docs/explanat
 HELPERS := tests:tests/fakes:tests/setups:tests/scenarios:tests/clusters
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-verifiers install-trl install-verl install-prometheus install-browser install-helm install-moto install-slurm pauses run run-real run-vllm serve test test-fast test-isa test-all bench-against equal-runs \
+.PHONY: help install install-vllm install-verifiers install-trl install-verl install-clients install-open-webui install-prometheus install-browser install-helm install-moto install-slurm pauses run run-real run-vllm serve test test-fast test-isa test-all bench-against equal-runs \
         lint format proto proto-release constraints hashes sbom image k8s k8s-check k8s-apiserver k8s-control-plane dist bench bench-vllm bench-hosts gpu-check chaos soak clean \
         install-docs docs reference reference-models
 
@@ -109,6 +118,30 @@ $(VERL_STAMP): constraints-verl.txt
 	  $(PYTHON) -m pip install -q --target .bootstrap virtualenv && \
 	  PYTHONPATH=.bootstrap $(PYTHON) -m virtualenv -q $(VERL_VENV); }
 	$(VERL_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-verl.txt $(TORCH) $(VERL)
+	@touch $@
+
+install-clients: $(CLIENTS_STAMP) ## make .venv-clients and .venv-llama-index, for the tests of clients and of the notebook
+
+# What users of ours have beside us: llm needs openai > 3 and LlamaIndex openai < 3. trackio pins a pillow older
+# than ours, so that it is installed as protocols.packages says.
+$(CLIENTS_STAMP): constraints-clients.txt constraints-llama-index.txt
+	rm -rf $(CLIENTS_VENV) $(LLAMA_INDEX_VENV)
+	for venv in $(CLIENTS_VENV) $(LLAMA_INDEX_VENV); do $(PYTHON) -m venv $$venv || { rm -rf $$venv; \
+	  $(PYTHON) -m pip install -q --target .bootstrap virtualenv && \
+	  PYTHONPATH=.bootstrap $(PYTHON) -m virtualenv -q $$venv; } || exit 1; done
+	$(CLIENTS_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-clients.txt $(CLIENTS)
+	$(CLIENTS_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) --no-deps $(TRACKIO)
+	$(LLAMA_INDEX_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-llama-index.txt $(LLAMA_INDEX)
+	@touch $@
+
+install-open-webui: $(OPEN_WEBUI_STAMP) ## make .venv-open-webui, 2.4 GB, for one test of clients
+
+$(OPEN_WEBUI_STAMP):
+	rm -rf $(OPEN_WEBUI_VENV)
+	$(PYTHON) -m venv $(OPEN_WEBUI_VENV) || { rm -rf $(OPEN_WEBUI_VENV); \
+	  $(PYTHON) -m pip install -q --target .bootstrap virtualenv && \
+	  PYTHONPATH=.bootstrap $(PYTHON) -m virtualenv -q $(OPEN_WEBUI_VENV); }
+	$(OPEN_WEBUI_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) $(TORCH) $(OPEN_WEBUI)
 	@touch $@
 
 install-docs: $(DOCS_STAMP) ## make .venv-docs, which builds the documentation site
@@ -218,7 +251,7 @@ test: $(FOR_TESTS) ## tests/unit and tests/mesh: the test suite
 test-isa: install ## tests/unit as processors with AVX2, AVX-512 and its bfloat16 would run them
 	$(ISA)
 
-test-all: $(FOR_TESTS) install-browser install-slurm install-trl install-verl ## all tests: these, test-isa, and tests/nightly: kills at any phase, hosts, recipes, long runs
+test-all: $(FOR_TESTS) install-browser install-slurm install-trl install-verl install-clients ## all tests: these, test-isa, and tests/nightly: kills at any phase, hosts, recipes, long runs
 	$(EACH); $(TIERS); \
 	each $(ISA); \
 	each HYPOTHESIS_PROFILE=night $(PYTEST) -m hypothesis tests/unit tests/mesh; \
@@ -254,6 +287,10 @@ constraints: ## pin in constraints*.txt every package that is installed now
 	  mv .constraints constraints-trl.txt
 	{ sed -n '/^#/p' constraints-verl.txt; $(VERL_VENV)/bin/python $(FROZEN); } > .constraints && \
 	  mv .constraints constraints-verl.txt
+	{ sed -n '/^#/p' constraints-clients.txt; $(CLIENTS_VENV)/bin/python $(FROZEN); } > .constraints && \
+	  mv .constraints constraints-clients.txt
+	{ sed -n '/^#/p' constraints-llama-index.txt; $(LLAMA_INDEX_VENV)/bin/python $(FROZEN); } > .constraints && \
+	  mv .constraints constraints-llama-index.txt
 	{ sed -n '/^#/p' constraints-docs.txt; $(DOCS_VENV)/bin/python $(FROZEN); } > .constraints && \
 	  mv .constraints constraints-docs.txt
 
@@ -329,4 +366,4 @@ soak: install ## SOAK_MINUTES of a server and a run under load, with a kill or a
 	PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.recovery.soak --minutes $(SOAK_MINUTES)
 
 clean: ## remove the environment and every run
-	rm -rf $(VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(VERL_VENV) $(DOCS_VENV) .bootstrap runs site
+	rm -rf $(VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(VERL_VENV) $(CLIENTS_VENV) $(LLAMA_INDEX_VENV) $(OPEN_WEBUI_VENV) $(DOCS_VENV) .bootstrap runs site

@@ -329,3 +329,19 @@ def test_it_runs_without_root_and_hands_sigterm_on() -> None:
 
 def test_the_image_is_of_this_version() -> None:
     assert f"cartridge-forge:{PROJECT['version']}" == IMAGE
+
+
+def test_pages_and_files_name_the_image_by_one_tag() -> None:
+    """`cartridge-forge:VERSION-TARGET`, as `make image` builds it; a base without the target."""
+    files = [
+        REPOSITORY / "README.md",
+        *(REPOSITORY / "docs").rglob("*.md"),
+        *(REPOSITORY / "deploy").rglob("*"),
+    ]
+    named = {
+        tag
+        for file in files if file.is_file() and not file.is_relative_to(REPOSITORY / "docs/adr")
+        for tag in re.findall(r"cartridge-forge:(\d[\w.-]*)", file.read_text(encoding="utf-8"))
+    }  # fmt: skip
+    version = PROJECT["version"]
+    assert named == {version, f"{version}-cpu", f"{version}-cuda"}
