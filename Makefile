@@ -22,9 +22,19 @@ TRL_STAMP := $(TRL_VENV)/.installed-trl-1.16.0
 VERL := verl==0.9.1
 VERL_VENV := .venv-verl
 VERL_STAMP := $(VERL_VENV)/.installed-$(subst ==,-,$(VERL))
-MATERIAL := mkdocs-material==9.8.1
+CLIENTS := langchain-openai==1.7.4 llm==0.36 nbclient==0.11.0 ipykernel==7.4.0
+TRACKIO := trackio==0.43.0 brotli==1.2.1 gradio-client==2.7.2 orjson==3.13.0
+CLIENTS_VENV := .venv-clients
+LLAMA_INDEX := llama-index-llms-openai-like==0.8.1
+LLAMA_INDEX_VENV := .venv-llama-index
+CLIENTS_STAMP := $(CLIENTS_VENV)/.installed-1
+OPEN_WEBUI := open-webui==0.12.4
+OPEN_WEBUI_VENV := .venv-open-webui
+OPEN_WEBUI_STAMP := $(OPEN_WEBUI_VENV)/.installed-$(subst ==,-,$(OPEN_WEBUI))
 DOCS_VENV := .venv-docs
-DOCS_STAMP := $(DOCS_VENV)/.installed-$(subst ==,-,$(MATERIAL))
+DOCS_STAMP := $(DOCS_VENV)/.installed
+UV := uv==0.13.9
+UV_FOLDER := $(VENV)/uv
 HELM := helm-python-sdk==0.2.2
 HELM_FOLDER := $(VENV)/helm
 MOTO := 'moto[s3]==5.2.5' flask==3.1.3 flask-cors==6.0.5
@@ -35,6 +45,7 @@ BENCH ?=
 GPU ?=
 BASE ?= 9fc9f6f
 MINUTES ?= 24
+SOAK_MINUTES ?= 60
 MODEL ?= smollm2-135m
 TARGET ?= cpu
 IMAGE_OPTIONS ?=
@@ -42,8 +53,8 @@ REAL_DOCS := docs/explanation/on_policy.md docs/explanation/rsa.md docs/explanat
 HELPERS := tests:tests/fakes:tests/setups:tests/scenarios:tests/clusters
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-verifiers install-trl install-verl install-prometheus install-browser install-helm install-moto install-slurm run run-real run-vllm serve test test-fast test-isa test-all bench-against equal-runs \
-        lint format proto proto-release constraints sbom image k8s k8s-check k8s-apiserver k8s-control-plane dist bench bench-vllm bench-hosts gpu-check chaos clean \
+.PHONY: help install install-vllm install-verifiers install-trl install-verl install-clients install-open-webui install-prometheus install-browser install-helm install-moto install-slurm pauses run run-real run-vllm serve test test-fast test-isa test-all bench-against equal-runs \
+        lint format proto proto-release constraints hashes sbom image k8s k8s-check k8s-apiserver k8s-control-plane dist bench bench-vllm bench-hosts gpu-check chaos soak clean \
         install-docs docs reference reference-models
 
 help: ## show this list
@@ -109,15 +120,40 @@ $(VERL_STAMP): constraints-verl.txt
 	$(VERL_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-verl.txt $(TORCH) $(VERL)
 	@touch $@
 
+install-clients: $(CLIENTS_STAMP) ## make .venv-clients and .venv-llama-index, for the tests of clients and of the notebook
+
+# What users of ours have beside us: llm needs openai > 3 and LlamaIndex openai < 3. trackio pins a pillow older
+# than ours, so that it is installed as protocols.packages says.
+$(CLIENTS_STAMP): constraints-clients.txt constraints-llama-index.txt
+	rm -rf $(CLIENTS_VENV) $(LLAMA_INDEX_VENV)
+	for venv in $(CLIENTS_VENV) $(LLAMA_INDEX_VENV); do $(PYTHON) -m venv $$venv || { rm -rf $$venv; \
+	  $(PYTHON) -m pip install -q --target .bootstrap virtualenv && \
+	  PYTHONPATH=.bootstrap $(PYTHON) -m virtualenv -q $$venv; } || exit 1; done
+	$(CLIENTS_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-clients.txt $(CLIENTS)
+	$(CLIENTS_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) --no-deps $(TRACKIO)
+	$(LLAMA_INDEX_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-llama-index.txt $(LLAMA_INDEX)
+	@touch $@
+
+install-open-webui: $(OPEN_WEBUI_STAMP) ## make .venv-open-webui, 2.4 GB, for one test of clients
+
+$(OPEN_WEBUI_STAMP):
+	rm -rf $(OPEN_WEBUI_VENV)
+	$(PYTHON) -m venv $(OPEN_WEBUI_VENV) || { rm -rf $(OPEN_WEBUI_VENV); \
+	  $(PYTHON) -m pip install -q --target .bootstrap virtualenv && \
+	  PYTHONPATH=.bootstrap $(PYTHON) -m virtualenv -q $(OPEN_WEBUI_VENV); }
+	$(OPEN_WEBUI_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) $(TORCH) $(OPEN_WEBUI)
+	@touch $@
+
 install-docs: $(DOCS_STAMP) ## make .venv-docs, which builds the documentation site
 
 # A Python of its own, so that nothing of the site's enters the pins of what runs.
-$(DOCS_STAMP): constraints-docs.txt
+$(DOCS_STAMP): deploy/hashes/constraints-docs.txt
 	rm -rf $(DOCS_VENV)
 	$(PYTHON) -m venv $(DOCS_VENV) || { rm -rf $(DOCS_VENV); \
 	  $(PYTHON) -m pip install -q --target .bootstrap virtualenv && \
 	  PYTHONPATH=.bootstrap $(PYTHON) -m virtualenv -q $(DOCS_VENV); }
-	$(DOCS_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-docs.txt $(MATERIAL)
+	$(DOCS_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) --require-hashes --no-deps \
+	  -r deploy/hashes/constraints-docs.txt
 	@touch $@
 
 # After a change of a key, a command, a metric, a record or the Python package. A test asks for it.
@@ -215,10 +251,11 @@ test: $(FOR_TESTS) ## tests/unit and tests/mesh: the test suite
 test-isa: install ## tests/unit as processors with AVX2, AVX-512 and its bfloat16 would run them
 	$(ISA)
 
-test-all: $(FOR_TESTS) install-browser install-slurm install-trl install-verl ## all tests: these, test-isa, and tests/nightly: kills at any phase, hosts, recipes, long runs
+test-all: $(FOR_TESTS) install-browser install-slurm install-trl install-verl install-clients ## all tests: these, test-isa, and tests/nightly: kills at any phase, hosts, recipes, long runs
 	$(EACH); $(TIERS); \
 	each $(ISA); \
 	each HYPOTHESIS_PROFILE=night $(PYTEST) -m hypothesis tests/unit tests/mesh; \
+	each PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.recovery.soak --minutes $(SOAK_MINUTES); \
 	each FORGE_SEQUENCES=200 $(PYTEST) tests/mesh/services/test_run_model.py; \
 	each FORGE_RUN_SEQUENCES=200 FORGE_REQUIRE_BROWSER=$(if $(and $(shell command -v chromium),$(shell command -v npm)),1) \
 	  $(SLOW_PYTEST) tests/nightly; \
@@ -250,16 +287,24 @@ constraints: ## pin in constraints*.txt every package that is installed now
 	  mv .constraints constraints-trl.txt
 	{ sed -n '/^#/p' constraints-verl.txt; $(VERL_VENV)/bin/python $(FROZEN); } > .constraints && \
 	  mv .constraints constraints-verl.txt
+	{ sed -n '/^#/p' constraints-clients.txt; $(CLIENTS_VENV)/bin/python $(FROZEN); } > .constraints && \
+	  mv .constraints constraints-clients.txt
+	{ sed -n '/^#/p' constraints-llama-index.txt; $(LLAMA_INDEX_VENV)/bin/python $(FROZEN); } > .constraints && \
+	  mv .constraints constraints-llama-index.txt
 	{ sed -n '/^#/p' constraints-docs.txt; $(DOCS_VENV)/bin/python $(FROZEN); } > .constraints && \
 	  mv .constraints constraints-docs.txt
+
+# After `make constraints`: a test compares the two. It asks the index, by uv, for each file's hash.
+hashes: install-vllm ## write deploy/hashes anew: what is pinned, with hashes, for pip's --require-hashes
+	@test -d $(UV_FOLDER) || $(BIN)/python -m pip install -q $(PIP_OPTIONS) --target $(UV_FOLDER) $(UV)
+	$(BIN)/python deploy/write_hashes.py $(CURDIR)/$(UV_FOLDER)/bin/uv
 
 sbom: install ## write sbom.json: every installed package with its licence, as CycloneDX
 	$(BIN)/cyclonedx-py environment --output-reproducible --of JSON -o sbom.json $(BIN)/python
 
-# The sdist, and the wheel out of it.
-dist: install ## build dist/: the wheel that `pip install` takes, and the sdist
+dist: install ## build dist/: the wheel that `pip install` takes, equal for each commit, and the sdist
 	rm -rf dist
-	$(BIN)/python -m build
+	deploy/build_dist.sh $(BIN)/python dist
 
 image: ## build the image TARGET (cpu or cuda) with docker, podman or buildah; its SBOM and size
 	deploy/build_image.sh $(TARGET) $(IMAGE_OPTIONS)
@@ -314,5 +359,11 @@ chaos: install ## how soon a run ends or goes on after each fault, and each role
 	PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.recovery.runs
 	PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.recovery.replicas
 
+pauses: install ## 30 runs whose every process stands still for 5 to 600 seconds: about an hour
+	PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.recovery.pauses --out runs/pauses/pauses.json
+
+soak: install ## SOAK_MINUTES of a server and a run under load, with a kill or a stop of a role each minute
+	PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.recovery.soak --minutes $(SOAK_MINUTES)
+
 clean: ## remove the environment and every run
-	rm -rf $(VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(VERL_VENV) $(DOCS_VENV) .bootstrap runs site
+	rm -rf $(VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(VERL_VENV) $(CLIENTS_VENV) $(LLAMA_INDEX_VENV) $(OPEN_WEBUI_VENV) $(DOCS_VENV) .bootstrap runs site

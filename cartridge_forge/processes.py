@@ -19,11 +19,18 @@ COMMAND = (
 )
 
 
+# A notebook's kernel sets them for its own cells; a command that writes to a file would draw a
+# terminal's panel there, and no lines that can be read.
+FOR_TERMINALS = ("FORCE_COLOR", "CLICOLOR_FORCE")
+
+
 def environment() -> dict[str, str]:
-    """Return the environment of a command: it imports the packages that this process does."""
+    """Return the environment of a command: it imports the packages that this process does, and
+    writes no colours."""
     path = os.environ.get("PYTHONPATH")
     paths = [str(IMPORT_FOLDER), *([path] if path else [])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    variables = {name: value for name, value in os.environ.items() if name not in FOR_TERMINALS}
+    return {**variables, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def started(words: Sequence[str], output: Path) -> subprocess.Popen[bytes]:

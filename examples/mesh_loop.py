@@ -39,6 +39,7 @@ from cartridge_forge.services.clients import (
 )
 from cartridge_forge.services.planes.open import open_plane
 from cartridge_forge.services.pool.service import Service
+from cartridge_forge.services.private_sockets import use_private_sockets
 from cartridge_forge.training.records import as_rollout
 
 TOP = 20  # entries of the teacher's distribution at each token
@@ -95,6 +96,7 @@ async def train(learn: DocumentsLearn, prompts: LongHealthPrompts, folder: str) 
 
 
 def main(steps: int) -> None:
+    use_private_sockets()  # before Monarch is used: closed to other users of the host
     sets = [f"train.steps={steps}", "train.warmup_steps=1"]
     learn = DocumentsLearn.of(load_spec("longhealth", sets=sets).spec.learn)
     with tempfile.TemporaryDirectory() as folder:

@@ -364,6 +364,8 @@ COMMANDS = {
         _option("--seed", "N", "of the draws (default: 0)", type=int, default=0),
         _flag("--json", "print JSON, for programs", dest="as_json"),
     )),
+    "mcp": Command("offer the library to an MCP client, over standard input and output",
+                   "mcp:command", LIBRARY),
     "cartridges": Command("the library that `forge serve` serves", verbs=CARTRIDGES),
     "models": Command("base models by name", verbs=MODELS),
     "convert": Command("write a cartridge in another format", "convert:convert", (

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
@@ -49,13 +49,15 @@ from cartridge_forge.services.run_directory import (
     storage_error,
 )
 
+ENGINE = "cartridge_forge.plugins.serve.engine.engine"
 POLL_SECONDS = 0.5  # between two looks at signals, and at whether the controller lives
 STATUS_SECONDS = 1.0  # between two statuses: each takes both processes 2 ms
 STATUS_TIMEOUT = 30.0
 STILL_SECONDS = 2.0  # at most, of one poll: in the rest this process was stopped
 LOCAL_ENVIRONMENT = {
-    # Its clock goes on while all processes are stopped (a closed lid, a paused container).
-    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "1h",
+    # Their clocks go on while all processes are stopped (a closed lid, a paused container).
+    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "24h",
+    "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "24h",
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "36500d",
 }
 OF_THE_MESH = (b"monarch", b"forkserver")  # in the command lines of its processes
@@ -84,6 +86,27 @@ def monarch_environment(health: HealthSpec, *, local: bool = True) -> dict[str, 
         "MONARCH_FILE_LOG": os.environ.get("MONARCH_FILE_LOG", "error"),
         **(LOCAL_ENVIRONMENT if local else LINK_ENVIRONMENT),
     }
+
+
+def prepare_process(health: HealthSpec) -> None:
+    """Prepare this process to own a mesh on this host: its descriptors, Monarch's environment, and
+    sockets that are closed to other users. Call it before Monarch is imported. Raises RunError."""
+    require_descriptors()
+    os.environ.update(monarch_environment(health))
+    use_private_sockets()
+
+
+@contextlib.contextmanager
+def generator_processes(spec: RunSpec) -> Iterator[None]:
+    """Prepare this process to own generators of a run's model on this host: they are forked from a
+    server that has imported their modules, for Monarch gives up a process that is silent while it
+    imports them. Call it in the main thread, before Monarch is imported."""
+    prepare_process(spec.mesh.health)
+    shared = spec.learn.generator.backend == "torch" and not spec.mesh.roles["generator"].gpus
+    model = (spec.learn.model.path, spec.learn.model.dtype) if shared else None
+    with fork_server([ENGINE], model) as ready:
+        ready()
+        yield
 
 
 def run(

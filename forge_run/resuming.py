@@ -3,13 +3,16 @@ its pools."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Collection
+import shlex
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from cartridge_forge.protocols.errors import CheckpointError
 from cartridge_forge.protocols.files import salvage
+from cartridge_forge.protocols.spec.keys import may_hold_secret
 from cartridge_forge.protocols.spec.loading import load_resolved
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.protocols.spec.yaml_source import dump_yaml
@@ -22,6 +25,7 @@ MAY_CHANGE = (  # on resuming
     "learn.train.tensor_parallel", "mesh.roles.doc_teacher.procs", "learn.teacher.tensor_parallel",
 )  # fmt: skip
 
+SHOWN = 6  # options of a refusal, at most
 POOL_SIZE = r"mesh\.roles\.\w+\.replicas"  # may change too
 
 
@@ -42,9 +46,22 @@ def open_directory(
     if changed:
         raise CheckpointError(
             f"run {directory.id} was made with another spec; it differs in {', '.join(changed)}. "
-            f"Resume with what is in {directory.spec}, or start anew without --resume"
+            f"Resume with what is in {directory.spec}{_as_sets(changed)}, or start anew without "
+            "--resume"
         )
     return directory, True
+
+
+def _as_sets(changed: Mapping[str, Any]) -> str:
+    """Return the options that give a resumed run its values, such as ": --set train.lr=0.1"; none
+    where they are many, or one may be a secret."""
+    if len(changed) > SHOWN or any(may_hold_secret(RunSpec, tuple(k.split("."))) for k in changed):
+        return ""
+    options = [
+        "--set " + shlex.quote(f"{key.partition('.')[2]}={json.dumps(value, ensure_ascii=False)}")
+        for key, value in changed.items()
+    ]
+    return f": {' '.join(options)}"
 
 
 def sizes_of(
@@ -77,9 +94,19 @@ def is_finished(directory: RunDirectory) -> bool:
     return (directory.read_results() or {}).get("status") == "finished"
 
 
-def _changed(directory: RunDirectory, spec: RunSpec) -> list[str]:
+def _changed(directory: RunDirectory, spec: RunSpec) -> dict[str, Any]:
+    """Return the keys in which a run's spec differs from this one, and their values in the run."""
     before = load_resolved(directory.spec).as_dict()
-    return [k for k in differences(before, spec.as_dict()) if not _may_change(k)]
+    changed = differences(before, spec.as_dict())
+    return {key: _value(before, key) for key in changed if not _may_change(key)}
+
+
+def _value(values: Any, key: str) -> Any:
+    """Return what stands in nested mappings at a dotted key; names within may have dots."""
+    if not key:
+        return values
+    name = max((n for n in values if f"{key}.".startswith(f"{n}.")), key=len, default=None)
+    return None if name is None else _value(values[name], key[len(name) + 1 :])
 
 
 def _may_change(key: str) -> bool:

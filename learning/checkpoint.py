@@ -41,8 +41,9 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,12 @@ class Checkpoint:
     def cartridge(self, name: str) -> Mapping[str, Tensor]:
         """Return a cartridge's tensors: `frozen` [L, 2, H_kv, F, D], `trainable`
         [L, 2, H_kv, P-F, D], and of its shape Adam's moments and further averages."""
-        index = self.facts["names"].index(name)
         since = self.facts["cartridges"][name]["since"]
-        return self.parts[part_name(CARTRIDGE, index, since)]
+        return self.parts[part_name(CARTRIDGE, self._index[name], since)]
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.facts["names"])}
 
 
 def part_name(kind: str, index: int, since: int) -> str:
@@ -373,16 +377,18 @@ class LastState:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._files: dict[str, str] = {}  # by part: its file, of the state written or read last
+        self._listed: set[str] | None = None  # by rank 0: the files of the state written last
 
     def write(self, state: Checkpoint, writers: ProcessGroup = ALONE) -> None:
         """Replace the state on disk. Parts that the state written or read before has are not
         written again. All `writers` call it, each with its own cartridges."""
+        listed, self._listed = self._listed, None  # unknown until this state stands
         own_files = with_room(self._path / MANIFEST, lambda: self._fill(state))
         reports = writers.gather({"files": own_files, "facts": state.facts})
         if writers.leads:
             facts = united([one["facts"] for one in reports])
             files = {part: file for one in reports for part, file in one["files"].items()}
-            with_room(self._path / MANIFEST, lambda: self._close(facts, files))
+            with_room(self._path / MANIFEST, lambda: self._close(facts, files, listed))
         writers.gather({})  # nobody writes the next state while rank 0 deletes files
         self._files = own_files
 
@@ -394,16 +400,21 @@ class LastState:
         files = self._files | dict(zip(new, wrote, strict=True))
         return {part: files[part] for part in state.parts}
 
-    def _close(self, facts: dict[str, Any], files: Mapping[str, str]) -> None:
-        """Write the manifest and delete the files that it does not name."""
+    def _close(
+        self, facts: dict[str, Any], files: Mapping[str, str], listed: Collection[str] | None
+    ) -> None:
+        """Write the manifest and delete the files that it does not name, of those `listed` by the
+        one before it, or of all."""
         state = json.dumps({"facts": facts, "files": files})
         manifest = json.dumps({"crc32": f"{zlib.crc32(state.encode()):08x}", "state": state})
         partial = self._path / f"{MANIFEST}{PARTIAL}"
         partial.write_text(manifest)
         partial.replace(self._path / MANIFEST)
-        for file in self._path.iterdir():
-            if file.name not in (*files.values(), MANIFEST):
-                file.unlink()
+        names = {*files.values(), MANIFEST}
+        for name in listed or [file.name for file in self._path.iterdir()]:
+            if name not in names:
+                (self._path / name).unlink()
+        self._listed = names
 
     def forget(self) -> None:
         """Write every part of the next state: its line is another than that of the one on disk."""

@@ -231,8 +231,9 @@ class TrainerState:
             },
         }
         parts: dict[str, dict[str, Tensor]] = {}
+        index = {name: i for i, name in enumerate(self.names)}
         for name, progress in self.progress.items():
-            i = self.names.index(name)
+            i = index[name]
             parts[part_name(CARTRIDGE, i, progress.since)] = self._tensors(name)
             for snapshot in snapshots:
                 if snapshot.since[name] != progress.since:
@@ -326,9 +327,10 @@ class TrainerState:
             return copies[i, since]
 
         snapshots = []
+        index = {name: i for i, name in enumerate(self.names)}
         for version, since in checkpoint.facts.get("published", {}).items():
             sinces = dict(zip(self.names, since, strict=True))
-            tensors_of = {n: copy(self.names.index(n), n, sinces[n]) for n in self.bank.names}
+            tensors_of = {n: copy(index[n], n, sinces[n]) for n in self.bank.names}
             kv = {name: tensors["kv"] for name, tensors in tensors_of.items()}
             hinted = None
             if self.hinted is not None:

@@ -18,6 +18,8 @@ BESIDE = {
     "openenv": "openenv==0.10.0",
     "reasoning_gym": "reasoning-gym==0.1.25",
 }
+# One that pins an older pillow and is in no `make install`: with what it needs of its own.
+APART = {"trackio": "trackio==0.43.0 brotli==1.2.1 gradio-client==2.7.2 orjson==3.13.0"}
 
 
 def is_missing(module: str) -> bool:
@@ -31,7 +33,7 @@ def is_missing(module: str) -> bool:
 def install_command(module: str) -> str:
     """Return the command that installs a module: `pip install --no-deps openenv==0.10.0`."""
     package = module.partition(".")[0]
-    pinned = BESIDE.get(package)
+    pinned = (BESIDE | APART).get(package)
     return f"pip install {package}" if pinned is None else f"pip install --no-deps {pinned}"
 
 

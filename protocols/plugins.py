@@ -294,6 +294,7 @@ SHIPPED = (
             "tensorboard": f"{PLUGINS}.watch.telemetry.tensorboard:open_sink",
             "wandb": f"{PLUGINS}.watch.telemetry.wandb:open_sink",
             "otlp": f"{PLUGINS}.watch.telemetry.otlp:open_sink",
+            "trackio": f"{PLUGINS}.watch.telemetry.trackio:open_sink",
         },
         hooks={"observer": f"{PLUGINS}.watch.control.observer:ControlledRun"},
     ),

@@ -96,7 +96,7 @@ def role_arguments(
 
 
 HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # what a model of the hub may need to be loaded
-SINKS = ("WANDB_", "OTEL_")
+SINKS = ("WANDB_", "OTEL_", "TRACKIO_")
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
 WRITERS = ("trainer", "teacher_replay")  # roles that write into the run directory
 

@@ -118,7 +118,9 @@ class OnPolicyLoop:
         with timer("score") as timing:
             self.validation.begin()  # the generators are idle from here on
             batch = await self.recipe.train_batch(rollout, version)
-            batch, scoring = await self.teachers.score(key, batch, version, rollout.parts, timing)
+            batch, scoring = await self.teachers.score(
+                key, batch, version, rollout.parts, timing, self.recipe.repeated(rollout)
+            )
         with timer("train"):
             if self.validation.row is None:  # an environment may have no room for both
                 self.rollouts.prepare_after(step)

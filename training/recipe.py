@@ -123,6 +123,11 @@ class Recipe(Protocol):
     async def offline(self, first: int, generate: GenerateCall) -> list[Rollout]:
         """Return rollouts that the document teacher writes for the next few steps, from `first`."""
 
+    def repeated(self, rollout: Rollout) -> frozenset[str]:
+        """Return the ids of the samples of a rollout without a student's text that later rollouts
+        have again: the document teacher's scores of these are kept. Here none."""
+        return frozenset()
+
     @abstractmethod
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,

@@ -9,20 +9,26 @@ completed it, small ones together at the end. Each teacher writes its distributi
 plane. If the plane is lost, the groups are scored again. Groups depend only on the rollout, never
 on timing, because floating-point rounding depends on which samples share a batch: a rescored group
 has identical values.
+
+A text that no student wrote and that later steps have again is scored by itself, so that its values
+depend on nothing else, and once: its scores are kept here. A resumed run scores it once more, with
+equal values.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from cartridge_forge.protocols.errors import PlaneError, RunError
 from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
 from cartridge_forge.protocols.step import (
     CacheStats,
     CartridgeSnapshot,
+    PrecomputedScores,
     Sample,
     ScoreOutput,
     TeacherScores,
@@ -36,7 +42,14 @@ from cartridge_forge.services.pool.pool import gather
 from cartridge_forge.training.records import ScoringCost, busy
 from cartridge_forge.training.weight_sync import WeightSync
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 PASS_TOKENS = 1024  # of a group that a teacher without a GPU scores by itself
+KEPT_ENTRIES = 2**25  # of all kept scores together, 8 bytes each
+STORED = "indices", "logprobs"  # of a teacher that tells its top entries
+TextKey = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
+"""The contexts, prompt and response of a sample: what its teacher's scores depend on."""
 
 
 def score_key(arm: str, step: int) -> str:
@@ -72,6 +85,7 @@ class TeacherScoring:
         self._hinted_teacher = HintedTeacherClient(mesh.pools, weights.published)
         self._trainer = TrainerClient(mesh.pools)
         self._begun: dict[str, list[PendingScore]] = {}  # by key
+        self._kept: dict[TextKey, dict[str, Tensor]] = {}  # indices and logprobs [n, k]
         self._scored_in = 0  # the oldest plane that holds scores of the step
 
     def begin(
@@ -111,15 +125,18 @@ class TeacherScoring:
         version: int,
         parts: Sequence[tuple[str, ...]] = (),
         begun: float | None = None,
+        repeated: Collection[str] = (),
     ) -> tuple[TrainBatch, ScoringCost]:
         """Return the batch with the scores that its samples need, and their cost. What teachers
         computed before `begun` (`time.perf_counter`'s; by default now) is hidden.
 
         Hinted turns are scored with the cartridges of `version`. Samples without pending or
         precomputed scores are scored now: document samples in the groups of `parts`, the rest of
-        each role together. Raises RunError when a teacher scored too few tokens.
+        each role together. Those of the ids `repeated`, whose text other steps have too, get kept
+        scores. Raises RunError when a teacher scored too few tokens.
         """
         start = time.perf_counter() if begun is None else begun
+        batch, alone = await self._with_kept(key, batch, version, repeated)
         texts = batch.read_by
         scored_ids = {s.id for part in self._begun.get(key, []) for s in part.samples}
         scored_ids |= {batch.doc[stored.sample].id for stored in batch.doc_stored}
@@ -138,16 +155,62 @@ class TeacherScoring:
 
         self._scored_in = min((r.life for r in replies), default=self._mesh.plane_life)
         times = 1 + self._mesh.pools["trainer"].spec.procs  # one put, one get by every rank
+        moved = sum(times * packed_bytes(r.scored.packet.layout) for r in replies)
+        moved += sum(2 * packed_bytes(r.scored.packet.layout) for r in alone)
         spans = [(r.came - r.scored.compute_seconds, min(r.came, start)) for r in replies]
         scored = {role: _in_order(role, texts[role], calls, replies) for role in texts}
         return (
             replace(batch, scores=scored),
             ScoringCost(
                 hidden_seconds=busy(span for span in spans if span[0] < start),
-                documents=sum((reply.scored.documents for reply in replies), CacheStats()),
-                moved_bytes=sum(times * packed_bytes(r.scored.packet.layout) for r in replies),
+                documents=sum((r.scored.documents for r in (*alone, *replies)), CacheStats()),
+                moved_bytes=moved,
             ),
         )
+
+    async def _with_kept(
+        self, key: str, batch: TrainBatch, version: int, repeated: Collection[str]
+    ) -> tuple[TrainBatch, list[ScoreReply]]:
+        """Return the batch with the kept scores of the document samples `repeated`, and the replies
+        for texts of which none were kept yet. Of a teacher with a GPU none are kept: its passes
+        take long texts for little more time than short ones."""
+        if not repeated or self._mesh.pools["doc_teacher"].spec.gpus:
+            return batch, []
+        places = [(i, text_of(s)) for i, s in enumerate(batch.doc) if s.id in repeated]
+        new = {text: i for i, text in places if text not in self._kept}
+        self._weights.begin(key)
+        scored = await gather([self._alone(key, batch.doc[i], version) for i in new.values()])
+        by_text = self._kept | {
+            text: tensors for text, (_, tensors) in zip(new, scored, strict=True)
+        }
+        if sum(tensors["indices"].numel() for tensors in by_text.values()) <= KEPT_ENTRIES:
+            self._kept = by_text
+        stored = [
+            PrecomputedScores(
+                i, *(tuple(map(tuple, by_text[text][name].tolist())) for name in STORED)
+            )
+            for i, text in places
+        ]
+        return (
+            replace(batch, doc_stored=(*batch.doc_stored, *stored)),
+            [reply for reply, _ in scored],
+        )
+
+    async def _alone(
+        self, key: str, sample: Sample, version: int
+    ) -> tuple[ScoreReply, dict[str, Tensor]]:
+        """Return the document teacher's scores of one sample, in a pass of its own."""
+        while True:
+            reply = await self._score("doc_teacher", key, [sample], version, ahead=False)
+            plane = self._mesh.plane
+            assert plane is not None
+            try:
+                tensors = await plane.get(reply.scored.packet)
+            except PlaneError as error:
+                await self._mesh.replaced(reply.life, error)
+                continue
+            self._weights.read(reply.scored.packet, reply.life)
+            return reply, {name: tensors[name].clone() for name in STORED}
 
     async def score_again(
         self, key: str, batch: TrainBatch, version: int, error: PlaneError
@@ -221,6 +284,11 @@ async def train_scored(
             batch = await teachers.score_again(key, batch, version, error)
     teachers.trained(key, batch)
     return output
+
+
+def text_of(sample: Sample) -> TextKey:
+    """Return what the document teacher's scores of a sample depend on."""
+    return sample.contexts, sample.prompt_ids, sample.response_ids
 
 
 def _in_order(

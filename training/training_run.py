@@ -287,7 +287,9 @@ class TrainingRun:
         timer = PhaseTimer(self._work_times, self._watch)
         with timer("score"):
             batch = await self._recipe.train_batch(rollout, version)
-            batch, scoring = await self._teachers.score(key, batch, version)
+            batch, scoring = await self._teachers.score(
+                key, batch, version, repeated=self._recipe.repeated(rollout)
+            )
         with timer("train"):
             output = await train_scored(self._trainer, self._teachers, key, batch, version)
         await self._weights.tidy()

@@ -124,6 +124,9 @@ class ArmAnswer:
     verify: dict[str, Any] | None = None
 
 
+NO_SUPPORT = AnswerSupport(passages=False, fallback=None)
+
+
 def command(
     *,
     cartridge: str,
@@ -166,8 +169,7 @@ def command(
         )
     if chat and (as_json or cartridge == AUTO):
         raise SpecError(f"a chat is with one cartridge, as text: not {AUTO}, and without --json")
-    for bars in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
-        os.environ.setdefault(bars, "1")
+    hide_bars()
     if max_tokens < 1 or temperature < 0:
         raise SpecError(
             f"--max-tokens must be >= 1 and --temperature >= 0: got {max_tokens} and "
@@ -178,14 +180,14 @@ def command(
         assert question is not None
         answer = _by_server(server, key_env, cartridge, question, sampling, seed, verify, passages)
     else:
-        opening = _of_library(mesh, sets, cartridge, question or "")
+        opening = library_cartridge(mesh, sets, cartridge, question or "")
         with opening if run is None else _of_run(run, cartridge, question or "") as cartridge_asked:
-            if cartridge_asked.generator.backend == "torch":
-                for line in check(cartridge_asked.model.path)[1]:
-                    note(line)
             if question is None or beside:
                 return _sides(cartridge_asked, question, beside, sampling, seed, as_json, verify)
-            answer = _in_process(cartridge_asked, question, sampling, seed, verify, support)
+            with sampler_of(cartridge_asked, verify) as sampler:
+                answer = answer_of(
+                    cartridge_asked, sampler, question, sampling, seed, verify, support
+                )  # fmt: skip
     if answer.routed is not None:
         note(f"{answer.cartridge}: {choice_text(answer.routed)}")
     if as_json:
@@ -195,6 +197,12 @@ def command(
         for passage in answer.passages or ():
             print(f"  [{passage.start}-{passage.stop}] {passage.text}")
     return 0
+
+
+def hide_bars() -> None:
+    """Have the libraries that load a model draw no progress bars."""
+    for bars in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
+        os.environ.setdefault(bars, "1")
 
 
 def _words(answer: str, verify: Mapping[str, Any] | None = None) -> str:
@@ -257,9 +265,11 @@ def choice_text(why: Choice) -> str:
 
 
 @contextmanager
-def _of_library(
+def library_cartridge(
     mesh: str, sets: Sequence[str], cartridge: str, question: str
 ) -> Iterator[AskedCartridge]:
+    """Yield the cartridge of a server's library that a name, or the router by the question, stands
+    for, checked against its checksums. Raises DataError."""
     from cartridge_forge.plugins.library.formats import forge
     from cartridge_forge.plugins.library.formats.base_model import read_base
     from cartridge_forge.plugins.library.store import CartridgeStore
@@ -334,36 +344,55 @@ def _of_run(run: Path, cartridge: str, question: str) -> Iterator[AskedCartridge
         )
 
 
-def _in_process(
-    cartridge: AskedCartridge, question: str, sampling: Sampling, seed: int, verify: str | None,
-    support: AnswerSupport,
-) -> AskedAnswer:  # fmt: skip
+@contextmanager
+def sampler_of(cartridge: AskedCartridge, verify: str | None = None) -> Iterator[TokenSampler]:
+    """Yield the sampler of a cartridge over an engine in this process, with its document where
+    answers are verified. Raises SpecError, DataError and RunError."""
+    if verify == "exact" and cartridge.generator.backend != "torch":
+        raise SpecError(
+            f"--verify exact needs the embedded engine, and generator.backend is "
+            f"{cartridge.generator.backend}; give --set generator.backend=torch, or --verify after"
+        )
+    document = None if verify is None else document_of_cartridge(cartridge)
+    with _engine(cartridge, document, max(1, (os.cpu_count() or 2) // 2)) as samplers:
+        yield samplers["cartridge"]
+
+
+@contextmanager
+def _engine(
+    cartridge: AskedCartridge, document: str | None, threads: int
+) -> Iterator[Mapping[str, TokenSampler]]:
     from cartridge_forge.plugins.serve.engine.in_process import local_samplers
 
     model, generator = cartridge.model, cartridge.generator
-    if verify == "exact" and generator.backend != "torch":
-        raise SpecError(
-            f"--verify exact needs the embedded engine, and generator.backend is "
-            f"{generator.backend}; give --set generator.backend=torch, or --verify after"
-        )
-    text = _document_of(cartridge) if support.reads or verify is not None else ""
-    request = SampleRequest("ask", (AgentMessage("user", question),), sampling, seed)
+    if generator.backend == "torch":
+        for line in check(model.path)[1]:
+            note(line)
     with local_samplers(
         model.path, backend=generator.backend, dtype=model.dtype, cartridge=cartridge.file,
-        document=None if verify is None else text, threads=max(1, (os.cpu_count() or 2) // 2),
-        kv_gib=generator.kv_gib, date=cartridge.date,
+        document=document, threads=threads, kv_gib=generator.kv_gib, date=cartridge.date,
     ) as samplers:  # fmt: skip
-        sampler = samplers["cartridge"]
-        result, info = _sampled(sampler, request, verify)
-        confidence = confidence_of(result.logprobs, info) if support.reads else None
-        falls = support.fallback is not None and (confidence or 0.0) < support.fallback
-        if support.reads:
-            figure = "none" if confidence is None else f"{confidence:.2f}"
-            note(f"confidence {figure}{': passages of the document are read' if falls else ''}")
-        if falls:
-            words = with_passages(question, text, sampler.conversation, cartridge)
-            again = replace(request, messages=(AgentMessage("user", words),))
-            result, info = _sampled(sampler, again, verify)
+        yield samplers
+
+
+def answer_of(
+    cartridge: AskedCartridge, sampler: TokenSampler, question: str, sampling: Sampling,
+    seed: int = 0, verify: str | None = None, support: AnswerSupport = NO_SUPPORT,
+) -> AskedAnswer:  # fmt: skip
+    """Return the answer to one question by the sampler of `sampler_of`, with the passages that
+    support it, or after reading passages, as `support` asks for."""
+    text = document_of_cartridge(cartridge) if support.reads else ""
+    request = SampleRequest("ask", (AgentMessage("user", question),), sampling, seed)
+    result, info = _sampled(sampler, request, verify)
+    confidence = confidence_of(result.logprobs, info) if support.reads else None
+    falls = support.fallback is not None and (confidence or 0.0) < support.fallback
+    if support.reads:
+        figure = "none" if confidence is None else f"{confidence:.2f}"
+        note(f"confidence {figure}{': passages of the document are read' if falls else ''}")
+    if falls:
+        words = with_passages(question, text, sampler.conversation, cartridge)
+        again = replace(request, messages=(AgentMessage("user", words),))
+        result, info = _sampled(sampler, again, verify)
     passages = supporting_passages(text, question, result.text) if support.passages else None
     return AskedAnswer(
         cartridge.shown, question, result.text, result.tokens, result.finish_reason, cartridge.why,
@@ -420,25 +449,19 @@ def _sides(
     """Answer the question, or the lines of a chat until an empty one, by every arm."""
     from cartridge_forge.learning.model.loading import load_tokenizer
     from cartridge_forge.plugins.documents.study.passages import RETRIEVED
-    from cartridge_forge.plugins.serve.engine.in_process import local_samplers
 
     if cartridge.why is not None:
         note(f"{cartridge.shown}: {choice_text(cartridge.why)}")
-    model, generator = cartridge.model, cartridge.generator
-    document = _document_of(cartridge) if compare or verify else None
+    document = document_of_cartridge(cartridge) if compare or verify else None
     sizes = {"none": 0, "cartridge": cartridge.tokens}
-    tokenizer = load_tokenizer(model.path)
+    tokenizer = load_tokenizer(cartridge.model.path)
 
     def tokens_of(text: str) -> int:
         return len(tokenizer(text).input_ids)
 
     if document is not None:
         sizes["document"] = tokens_of(document)
-    with local_samplers(
-        model.path, backend=generator.backend, dtype=model.dtype, cartridge=cartridge.file,
-        document=document, threads=os.cpu_count() or 1, kv_gib=generator.kv_gib,
-        date=cartridge.date,
-    ) as samplers:  # fmt: skip
+    with _engine(cartridge, document, os.cpu_count() or 1) as samplers:
         arms = {name: one for name, one in samplers.items() if compare or name == "cartridge"}
         if compare:  # passages stand before the question, without a cartridge
             arms = {"none": arms["none"], RETRIEVED: arms["none"], **arms}
@@ -487,7 +510,7 @@ def _print_sides(answers: Sequence[ArmAnswer], as_json: bool) -> None:
             print(f"{one.arm}  ({cost}, {one.seconds:.1f} s)\n  {answer}\n")
 
 
-def _document_of(cartridge: AskedCartridge) -> str:
+def document_of_cartridge(cartridge: AskedCartridge) -> str:
     """Return the text that a cartridge replaces. Raises DataError where its run or that run's
     documents are not there any more, or are others."""
     if cartridge.document is not None:

@@ -34,7 +34,7 @@ def add(*, path: Path, names: Sequence[str], **where: Any) -> int:
     name."""
     from cartridge_forge.plugins.library.formats import convert, run_checkpoint
 
-    library = _library(**where)
+    library = library_of(**where)
     if run_checkpoint.is_run(path):
         renamed = {name: new or name for name, _, new in (n.partition("=") for n in names)}
         added = add_from_run(library, path, renamed)
@@ -47,7 +47,7 @@ def add(*, path: Path, names: Sequence[str], **where: Any) -> int:
 
 def words(*, cartridge: str, files: Sequence[Path], **where: Any) -> int:
     """Give a version its text, file by file, for `auto` to choose it by. Raises DataError."""
-    library = _library(**where)
+    library = library_of(**where)
     entry = library.get(parse_cartridge(cartridge))
     texts = read_documents([str(file) for file in files]).documents
     library.describe(entry, [count_terms(text.text) for text in texts])
@@ -58,7 +58,7 @@ def words(*, cartridge: str, files: Sequence[Path], **where: Any) -> int:
 def document(*, cartridge: str, file: Path, **where: Any) -> int:
     """Give a version the text that it replaces, for the verification of its answers. Raises
     DataError."""
-    library = _library(**where)
+    library = library_of(**where)
     entry = library.get(parse_cartridge(cartridge))
     (text,) = read_documents([str(file)]).documents
     library.keep_document(entry, text.text)
@@ -70,7 +70,7 @@ def sync(*, runs: Path, **where: Any) -> int:
     """Add the cartridges of every finished run. Raises DataError for a missing directory."""
     if not runs.is_dir():
         raise DataError(f"there is no directory {runs}; name the one that holds the runs")
-    added, passed = add_finished(_library(**where), runs)
+    added, passed = add_finished(library_of(**where), runs)
     _print_added(added)
     for reason in passed:
         print(f"passed by: {reason}", file=sys.stderr)
@@ -86,7 +86,7 @@ def _print_added(entries: Sequence[CartridgeVersion]) -> int:
 
 def list_versions(*, name: str | None, **where: Any) -> list[TableSection]:
     """Return a table of all versions, of one cartridge or of all."""
-    library, rows, faults = _library(**where), [], []
+    library, rows, faults = library_of(**where), [], []
     for called in library.folders() if name is None else _names(library, name):
         tags, (entries, damaged) = library.tags(called), library.sorted_out(called)
         for entry in entries:
@@ -108,7 +108,7 @@ def list_versions(*, name: str | None, **where: Any) -> list[TableSection]:
 
 def drop(*, cartridge: str, **where: Any) -> int:
     """Remove a version, damaged or not. Raises DataError for none such, and for a name alone."""
-    library, named = _library(**where), parse_cartridge(cartridge)
+    library, named = library_of(**where), parse_cartridge(cartridge)
     version = library.get(named).manifest.version if named.tag else named.version
     if version is None:
         raise DataError(f"name the version that is to go: {named.name}@VERSION")
@@ -119,7 +119,7 @@ def drop(*, cartridge: str, **where: Any) -> int:
 
 def tag(*, cartridge: str, tag: str, remove: bool, **where: Any) -> int:
     """Give a version a tag, or with `remove` take it away."""
-    library, named = _library(**where), parse_cartridge(cartridge)
+    library, named = library_of(**where), parse_cartridge(cartridge)
     if remove:
         library.untag(named.name, tag)
         print(f"{named.name}: {tag} removed")
@@ -132,7 +132,7 @@ def diff(*, a: str, b: str, **where: Any) -> list[TableSection]:
     """Return tables of the differences between two cartridges, layer by layer."""
     from cartridge_forge.plugins.library.formats.convert import changes, differences
 
-    library = _library(**where)
+    library = library_of(**where)
     first, second = _either(library, a), _either(library, b)
     apart = tuple(differences(first, second)) or (("none", "", ""),)
     sections = [TableSection("differences", ("", a, b), apart)]
@@ -151,7 +151,7 @@ def diff(*, a: str, b: str, **where: Any) -> list[TableSection]:
 
 def prune(*, name: str | None, keep: int, dry_run: bool, **where: Any) -> int:
     """Drop all versions except the newest `keep` and those with a tag."""
-    library, freed = _library(**where), 0
+    library, freed = library_of(**where), 0
     word = "would drop" if dry_run else "dropped"
     for called in _names(library, name):
         old = set(library.prunable(called, keep))
@@ -172,7 +172,7 @@ def push(
     from cartridge_forge.plugins.library.hub import push
     from cartridge_forge.plugins.library.model_card import CardFacts
 
-    library = _library(**where)
+    library = library_of(**where)
     entry = library.get(parse_cartridge(cartridge))
     run = noted_run(library.directory, str(entry.manifest.source.get("run", "")))
     card = CardFacts(license, base_model)
@@ -185,12 +185,13 @@ def pull(*, repo: str, revision: str | None, name: str | None, **where: Any) -> 
     from cartridge_forge.plugins.library.hub import pull
 
     name = name or repo.rpartition("/")[2]
-    entry = pull(_library(**where), repo, name, revision=revision)
+    entry = pull(library_of(**where), repo, name, revision=revision)
     print(f"{_shown(entry)}: {entry.manifest.tokens} tokens, {entry.manifest.source['revision']}")
     return 0
 
 
-def _library(mesh: str, sets: Sequence[str]) -> CartridgeStore:
+def library_of(mesh: str, sets: Sequence[str]) -> CartridgeStore:
+    """Return the library of a server's mesh, for its model. Raises SpecError and DataError."""
     spec = load_serve(mesh, sets=sets).spec
     return CartridgeStore(Path(spec.library), read_base(Path(spec.model.path)))
 

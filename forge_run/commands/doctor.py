@@ -47,6 +47,8 @@ def command() -> tuple[TableSection, ...]:
           for module in BESIDE),
         *((extra, use, _state(any(map(_fault, requirements(extra))), extra_command(extra)))
           for extra, use in EXTRAS.items()),
+        ("trackio", "telemetry.sinks: trackio",
+         _state(is_missing("trackio"), install_command("trackio"))),
         ("vllm", "generator.backend: vllm", _state(missing_vllm(), VLLM_REMEDY)),
     ]  # fmt: skip
     return (

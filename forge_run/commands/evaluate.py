@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cartridge_forge.forge_run.commands import note
+from cartridge_forge.forge_run.launch import generator_processes
 from cartridge_forge.plugins.evaluate.records import Contamination, EvalRow, Evaluation
 from cartridge_forge.plugins.evaluate.spec import EvalSpec
 from cartridge_forge.plugins.statistics.formatting import TableSection
@@ -116,7 +117,10 @@ def evaluate(
     notes = [*(line for run in finished for line in run.notes), *paper.notes, *entry.notes]
     for line in notes:
         show(f"note: {line}")
-    sat = asyncio.run(_measure(first, paper, entry, spec, lambda row: show("  ".join(cells(row)))))
+    with generator_processes(first.spec):
+        sat = asyncio.run(
+            _measure(first, paper, entry, spec, lambda row: show("  ".join(cells(row))))
+        )
     names = [item.asked.document for item in paper.items]
     clusters = len(set(names))
     facts = {item.asked.fact for item in paper.items}

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cartridge_forge.forge_run.commands import note
+from cartridge_forge.forge_run.launch import generator_processes
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.evaluate.spec import FrontierSpec
 from cartridge_forge.plugins.evaluate.strategies import (
@@ -77,7 +78,8 @@ def measure(
     """Measure every arm over the run, write its files, and return the rows and the version."""
     spec = load_resolved(directory.spec)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    rows, version, answers = asyncio.run(_measure(spec, directory, chosen, show))
+    with generator_processes(spec):
+        rows, version, answers = asyncio.run(_measure(spec, directory, chosen, show))
     record = {
         "version": version,
         **_settings(chosen),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cartridge_forge.forge_run.commands import note
-from cartridge_forge.forge_run.launch import kill_mesh, monarch_environment
+from cartridge_forge.forge_run.launch import ENGINE, kill_mesh, prepare_process
 from cartridge_forge.forge_run.model_check import check
 from cartridge_forge.forge_run.preflight import EMBEDDED, ON_VLLM, Fault, located, vllm_faults
 from cartridge_forge.plugins.serve.spec import (
@@ -41,8 +40,6 @@ from cartridge_forge.protocols.spec.errors import SpecProblem, combined
 from cartridge_forge.protocols.spec.loading import LoadedFile
 from cartridge_forge.protocols.spec.model import VALUE_BYTES, ShapeSpec, model_shape
 from cartridge_forge.services.forkserver.client import fork_server
-from cartridge_forge.services.private_sockets import use_private_sockets
-from cartridge_forge.services.proc_info import require_descriptors
 
 if TYPE_CHECKING:
     from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
@@ -83,13 +80,11 @@ def serve(loaded: LoadedFile[ServeSpec]) -> int:
     # before the imports that start threads.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    require_descriptors()
-    os.environ.update(monarch_environment(spec.health))
-    use_private_sockets()
+    prepare_process(spec.health)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     shared = spec.generator.backend == "torch"  # on a CPU: vLLM alone samples on GPUs
     model = (spec.model.path, spec.model.dtype) if shared else None
-    with listening, fork_server(["cartridge_forge.plugins.serve.engine.engine"], model) as ready:
+    with listening, fork_server([ENGINE], model) as ready:
         server = ServeProcess(spec, listening, ready)
         try:
             asyncio.run(server.run())

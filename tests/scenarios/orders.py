@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from chaos import HASTY, OF_CHANNELS, REPLACED, Eye
 from forkserver_of_runs import Start
 from hypothesis import strategies as st
+from small_disk import FILLER, fill
 from small_run import MESH, ROOT, SMALL, Running, command, latest, run_to_end
 
 from cartridge_forge.plugins.watch.commands.control_client import ControlClient, ControlTarget
@@ -109,11 +109,7 @@ def kill_controller(run: Running) -> None:
 
 def full_disk(run: Running) -> None:
     """Take all room, where the test has a disk of its own."""
-    if not os.path.ismount(run.root):
-        return
-    with (run.root / "filler").open("wb", buffering=0) as filler, suppress(OSError):
-        while True:
-            filler.write(bytes(2**12))
+    fill(run.root)
 
 
 def kill_replica(role: str) -> Blow:
@@ -143,6 +139,20 @@ def scaled(role: str, replicas: int) -> Blow:
     return control(lambda client: client.scale(role, replicas))
 
 
+def stand_still(seconds: float) -> Blow:
+    """Stop every process for a while, as a paused container or a closed lid does."""
+
+    def blow(run: Running) -> None:
+        pids = run.alive()
+        for number, pause in ((signal.SIGSTOP, seconds), (signal.SIGCONT, 0.0)):
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            time.sleep(pause)
+
+    return blow
+
+
 PAUSED = "paused"  # until the next blow has fallen
 resume = control(lambda client: client.resume())
 OF_ANY: Mapping[str, Blow] = {
@@ -153,6 +163,7 @@ OF_ANY: Mapping[str, Blow] = {
     "disk full": full_disk,
     PAUSED: control(lambda client: client.pause()),
     "checkpoint": control(lambda client: client.checkpoint()),
+    **{f"all still for {seconds} s": stand_still(seconds) for seconds in (2, 8, 20)},
     **{f"{role} killed": kill_replica(role) for role in REPLACED},
 }
 PLAIN = Kind(
@@ -196,7 +207,7 @@ def play(kind: Kind, start: Start, root: Path, order: Order, **sets: Any) -> lis
         assert "Traceback" not in said, told
         if run.process.returncode == 0:
             return told
-        (root / "filler").unlink(missing_ok=True)
+        (root / FILLER).unlink(missing_ok=True)
         if latest(root).joinpath("events.jsonl").is_file():
             damage(latest(root))
         extra = ("--resume",)
@@ -222,21 +233,6 @@ def strike(kind: Kind, run: Running, left: Order, told: list[str]) -> None:
     if paused:
         resume(run)
     eye.close()
-
-
-@contextmanager
-def disk() -> Iterator[Path]:
-    """A folder, of its own file system where the test may mount one."""
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder) / "disk"
-        root.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(root)]
-        mounted = os.getuid() == 0 and not subprocess.run(mount, capture_output=True).returncode
-        try:
-            yield root
-        finally:
-            if mounted:
-                subprocess.run(["umount", "--lazy", str(root)], check=True)
 
 
 def calm_run(kind: Kind, root: Path, **sets: Any) -> Path:

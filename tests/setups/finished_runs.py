@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from other_user import run_closed
 from small_run import STALE, Finished, command, latest, run_to_end
 from strategy_setup import reward_model
 
@@ -54,7 +55,7 @@ def compared(
     words = [sys.executable, "-c", FORGE, "frontier", str(run), "--arms", str(folder / "arms.yaml")]
     told = []
     for _ in range(times):
-        process = run_to_end(words)
+        process = run_closed(words)
         assert process.returncode == 0, process.stdout + process.stderr
         told.append(json.loads((run / "frontier.json").read_text()))
     return run, process.stdout, told

@@ -139,12 +139,13 @@ class Running:
 
 
 @contextmanager
-def running(words: list[str], root: Path) -> Iterator[Running]:
-    """The run as a process of its own; whatever is left of it at the end is killed."""
+def running(words: list[str], root: Path, folder: Path = ROOT) -> Iterator[Running]:
+    """The run as a process of its own, started in `folder`; whatever is left of it at the end is
+    killed."""
     mark = f"FORGE_TEST_RUN={uuid.uuid4().hex}"
     key, value = mark.split("=")
     process = subprocess.Popen(
-        words, cwd=ROOT, env={**os.environ, key: value}, text=True, start_new_session=True,
+        words, cwd=folder, env={**os.environ, key: value}, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     run = Running(process, root, mark)

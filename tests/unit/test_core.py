@@ -30,7 +30,7 @@ MOST_LOADED, MOST_LINES = 95, 15_000  # of `import training.loop`
 OPTIONAL_PACKAGES = (
     "torchstore", "openai", "anthropic", "grpc", "transformers", "kubernetes", "obstore", "sympy",
     "llguidance", "datasets", "pyarrow", "starlette", "uvicorn", "httpx", "vllm", "wandb",
-    "tensorboard", "matplotlib", "prometheus_client",
+    "tensorboard", "trackio", "matplotlib", "prometheus_client",
 )  # fmt: skip
 
 

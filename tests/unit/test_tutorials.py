@@ -74,6 +74,14 @@ def test_a_newcomer_reads_few_words_before_the_first_command_and_its_accuracy() 
     assert len(start.split()) <= 120
 
 
+def test_an_own_document_is_asked_within_600_words() -> None:
+    """Of the whole page, the document itself too, up to the answer of the first question."""
+    page = (TUTORIALS / "own_documents.md").read_text(encoding="utf-8")
+    words = re.sub(r"<!--.*?-->", "", page.partition("The document is in no prompt")[0]).split()
+    assert "ask" in words
+    assert len(words) <= 600
+
+
 def test_the_page_on_the_core_names_files_that_exist() -> None:
     """Its tables list the files of a step; the nightly tests measure that these are all."""
     files = page_files(CORE.read_text())

@@ -301,6 +301,27 @@ class DocumentsRecipe(Recipe):
         asked = [p for _, p in prompts]
         return [as_rollout(first, asked, completions, True)]
 
+    def repeated(self, rollout: Rollout) -> frozenset[str]:
+        """Return the samples with the document's own words or a row's answer, of documents whose
+        questions do not last for the run's steps."""
+        teacher, objective = self._spec.teacher, self._spec.objective
+        # Kept are a teacher's top entries alone.
+        if (
+            teacher.top_k == "full"
+            or teacher.student_top
+            or objective.asks_document
+            or not is_offline(rollout)
+        ):
+            return frozenset()
+        if self._study.scores == "stored":
+            return frozenset()
+        rounds = self._spec.train.steps * self._spec.rollout.prompts / len(self._turns)
+        return frozenset(
+            prompt.request.id
+            for studied, prompt in self._prompts("offline", rollout.step)
+            if studied.answer_ids and rounds > len(self._training[studied.document])
+        )
+
     async def train_batch(self, rollout: Rollout, version: int) -> TrainBatch:
         stored: tuple[PrecomputedScores, ...] = ()
         if self._study.scores == "stored" and is_offline(rollout):

@@ -14,7 +14,12 @@ from functools import partial
 from typing import Any
 
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.packages import extra_command, is_missing
+from cartridge_forge.protocols.packages import (
+    APART,
+    extra_command,
+    install_command,
+    is_missing,
+)
 from cartridge_forge.protocols.plugins import resolve
 from cartridge_forge.protocols.ports import TelemetrySink, TraceSpan
 from cartridge_forge.protocols.records.run_files import MetricRow
@@ -85,12 +90,37 @@ def epoch_seconds(event: Mapping[str, Any]) -> float:
     return datetime.fromisoformat(event["time"]).timestamp()
 
 
+class ArmSink:
+    """Pass a run's scalars to `log`, each arm's under its own steps; spans and statuses have none.
+    A base of sinks that keep curves."""
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == "step":
+            self.log(event["arm"], {"step": event["step"], **step_values(event)})
+        elif event["event"] == "evaluated":
+            self.log(event["arm"], evaluated_values(event))
+
+    def metric(self, row: MetricRow) -> None:
+        self.log(row.arm, {"step": row.step, "version": row.version, **row_values(row)})
+
+    def span(self, span: TraceSpan) -> None:
+        """Ignore the span: it has no scalar."""
+
+    def status(self, status: RunStatus) -> None:
+        """Ignore the status: the rows have its scalars."""
+
+    def log(self, arm: str, values: Mapping[str, float]) -> None:
+        """Keep an arm's values, its "step" among them where they are of one."""
+        raise NotImplementedError
+
+
 CLOSE_SECONDS = 5.0
 # Imports of each optional sink, checked before anything is started.
 SINK_MODULES: Mapping[str, tuple[str, ...]] = {
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "otlp": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
+    "trackio": ("trackio",),
 }
 
 
@@ -146,9 +176,10 @@ def require_sinks(spec: RunSpec) -> None:
     for sink in spec.mesh.telemetry.sinks:
         for module in SINK_MODULES[sink]:
             if is_missing(module):
+                remedy = install_command(module) if module in APART else extra_command("sinks")
                 raise SpecError(
                     f"telemetry.sinks: {sink} needs the package {module}, which is not "
-                    f"installed: {extra_command('sinks')}, or leave it out"
+                    f"installed: {remedy}, or leave it out"
                 )
 
 

@@ -14,11 +14,8 @@ from typing import Any
 import wandb
 from wandb.errors import Error as WandbError
 
-from cartridge_forge.plugins.watch.telemetry.hub import evaluated_values, row_values, step_values
+from cartridge_forge.plugins.watch.telemetry.hub import ArmSink
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.ports import TraceSpan
-from cartridge_forge.protocols.records.run_files import MetricRow
-from cartridge_forge.protocols.records.status import RunStatus
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.services.run_directory import RunDirectory
 
@@ -27,7 +24,7 @@ START_SECONDS = 120.0  # of its own process, and for its server
 FINISH_SECONDS = 4.0
 
 
-class WandbSink:
+class WandbSink(ArmSink):
     """Log under `<arm>/...`, each arm over its own step. A resumed run continues its W&B run.
 
     `spec` becomes the W&B config. Raises SpecError when W&B will not start a run.
@@ -59,26 +56,11 @@ class WandbSink:
             ) from error
         self._arms: set[str] = set()
 
-    def event(self, event: Mapping[str, Any]) -> None:
-        if event["event"] == "step":
-            self._log(event["arm"], {"step": event["step"], **step_values(event)})
-        elif event["event"] == "evaluated":
-            self._log(event["arm"], evaluated_values(event))
-
-    def metric(self, row: MetricRow) -> None:
-        self._log(row.arm, {"step": row.step, "version": row.version, **row_values(row)})
-
-    def span(self, span: TraceSpan) -> None:
-        """Ignore the span: it has no scalar."""
-
-    def status(self, status: RunStatus) -> None:
-        """Ignore the status: the rows have its scalars."""
-
     def close(self) -> None:
         self._run.finish()
         wandb.teardown()  # its service process
 
-    def _log(self, arm: str, values: Mapping[str, float]) -> None:
+    def log(self, arm: str, values: Mapping[str, float]) -> None:
         if arm not in self._arms:
             self._arms.add(arm)
             self._run.define_metric(f"{arm}/*", step_metric=f"{arm}/step")

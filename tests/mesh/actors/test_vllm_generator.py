@@ -596,6 +596,7 @@ def test_a_shutdown_reports_and_a_killed_process_is_seen(model: Tiny) -> None:
 
 def test_two_ranks_share_an_engine(model: Tiny) -> None:
     """Tensor parallelism over two processes: each takes its own key/value heads, from a file."""
+    others = set(Path("/dev/shm").glob("forge-vllm-*"))  # of processes that were killed, say
     with replica(model, tensor_parallel=2) as r:
         version = r.publish(model.cartridges(1, 2, 50))
         asked = [over(f"cartridge/{n}", version, (i, 6, 7)) for n in "ab" for i in range(3, 6)]
@@ -609,7 +610,7 @@ def test_two_ranks_share_an_engine(model: Tiny) -> None:
         new = r.publish(model.cartridges(2, 2, 50))
         (c,) = r.generate(over("cartridge/a", new, (5, 6, 7)))
         assert c.token_ids == r.embedded(over("cartridge/a", new, (5, 6, 7)))[0].token_ids
-        assert not list(Path("/dev/shm").glob("forge-vllm-*"))
+        assert set(Path("/dev/shm").glob("forge-vllm-*")) <= others
         # Its ranks do not outlive it, however it ends.
         pid = r.call("ready")
         ranks = [p for p in Path("/proc").glob("[0-9]*/stat") if parent(p) == pid]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from finished_runs import FORGE, compared
 from openai import OpenAI
+from other_user import run_closed
 from served import documented_nll, serve_command
 from small_run import MESH, SMALL, Finished, rows, run_to_end
 
@@ -166,7 +167,7 @@ def test_every_arm_sits_the_same_exam(finished: Finished, tmp_path: Path) -> Non
     shutil.copytree(finished.path, run)  # the run's own tests count its files
     (tmp_path / "eval.yaml").write_text(SPEC)
     words = [sys.executable, "-c", CODE, "eval", str(run), "--spec", str(tmp_path / "eval.yaml")]
-    process = run_to_end(words, timeout=600.0)
+    process = run_closed(words)
     assert process.returncode == 0, process.stdout + process.stderr
     told = json.loads((run / "eval.json").read_text())
     rows = {row["arm"]: row for row in told["rows"]}

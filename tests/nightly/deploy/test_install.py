@@ -39,16 +39,8 @@ class Install:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of both distributions, the wheel made out of the sdist."""
     home = tmp_path_factory.mktemp("dist")
-    tree = home / "tree"
-    files = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.split("\0")
-    for name in filter(None, files):
-        target = tree / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, target, follow_symlinks=False)
-    called([sys.executable, "-m", "build", "--outdir", str(home / "dist")], tree)
-    return home / "dist"
+    called([str(ROOT / "deploy/build_dist.sh"), sys.executable, str(home)], ROOT)
+    return home
 
 
 @pytest.fixture(scope="module")

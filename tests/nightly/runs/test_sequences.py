@@ -1,5 +1,6 @@
-"""Any order of kills, stops, control calls, full disks, damage and resumes: the end is that of the
-calm run, to the byte, nothing is left behind, and what was paid is within the cap, once a call.
+"""Any order of kills, stops, pauses of all processes, control calls, full disks, damage and
+resumes: the end is that of the calm run, to the byte, nothing is left behind, and what was paid is
+within the cap, once a call.
 
 The files alone are under many more orders in tests/mesh/services/test_run_model.py. Here every
 process is real. FORGE_RUN_SEQUENCES is the number of orders; every fifth is of a run that pays a
@@ -32,9 +33,9 @@ from orders import (
     Kind,
     Order,
     calm_run,
-    disk,
     play,
 )
+from small_disk import disk
 from small_run import ROOT, latest, rows, same_outcome
 
 from cartridge_forge.plugins.replay.budget import UNKNOWN

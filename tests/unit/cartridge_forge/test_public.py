@@ -37,7 +37,7 @@ from cartridge_forge import (
 )
 from cartridge_forge.display import page
 from cartridge_forge.events import RunFollower
-from cartridge_forge.processes import failure
+from cartridge_forge.processes import environment, failure
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.yaml_source import dump_yaml
 from cartridge_forge.services.run_directory import RunDirectory
@@ -333,3 +333,18 @@ def test_tables_are_escaped() -> None:
                             Path())  # fmt: skip
     assert compared.accuracy == {"none": 0.5, "x": None}
     assert "<td>none</td><td>50.0%</td>" in compared._repr_html_()
+
+
+def test_a_notebooks_colours_do_not_reach_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what Jupyter's kernel sets, a run drew its panel into the file that its events are read
+    from, and training in a notebook yielded none."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("CLICOLOR_FORCE", "1")
+    monkeypatch.setenv("TERM", "xterm-color")
+    code = "from rich.console import Console; print(Console().is_terminal)"
+
+    def is_terminal(variables: dict[str, str]) -> str:
+        return subprocess.check_output([sys.executable, "-c", code], env=variables, text=True)
+
+    assert is_terminal(dict(os.environ)) == "True\n"
+    assert is_terminal(environment()) == "False\n"

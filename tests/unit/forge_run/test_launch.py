@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,8 @@ def test_messages_to_other_hosts_wait_for_their_links() -> None:
     mesh = "meshes/longhealth.yaml"
     delivery = "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT"
     health = load_spec(mesh).spec.mesh.health
-    assert monarch_environment(health)[delivery] == "1h"  # longer than a pause of all processes
+    assert monarch_environment(health)[delivery] == "24h"  # longer than a pause of all processes
+    assert monarch_environment(health)["HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT"] == "24h"
     assert monarch_environment(health, local=False)[delivery] == "24h"
 
 
@@ -278,8 +280,24 @@ def test_a_run_goes_on_on_other_hosts_or_ranks_and_with_no_other_spec(tmp_path: 
         "teacher.tensor_parallel=2",
     )  # fmt: skip
     assert open_directory(divided, tmp_path, first.id, print) == (first, True)
-    with pytest.raises(CheckpointError, match=r"it differs in learn\.train\.lr\. Resume with"):
+    refused = r"differs in learn\.train\.lr\. Resume with what is in \S+: --set train\.lr=0\.4, or"
+    with pytest.raises(CheckpointError, match=refused):
         open_directory(spec("train.lr=0.5"), tmp_path, "", print)
+
+
+def test_the_options_of_a_refused_resume_are_the_runs_own(tmp_path: Path) -> None:
+    mine = (
+        "cartridge.init=random_text",
+        "plane=shared_memory",
+        "data.rows.columns={prompt: it is}",
+    )
+    first, _ = open_directory(spec(*mine), tmp_path, None, print)
+    with pytest.raises(CheckpointError) as caught:
+        open_directory(spec(), tmp_path, "", print)
+    words = shlex.split(str(caught.value).split(": ", 1)[1].split(", or start")[0])
+    options = [word for word in words if word != "--set"]
+    assert len(words) == 2 * len(options)
+    assert open_directory(spec(*options), tmp_path, "", print) == (first, True)
 
 
 def test_forge_scale_is_kept_and_a_size_given_now_wins(tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fake_mesh import House, house, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cartridge_forge.protocols.errors import PlaneError, RunError
+from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.step import (
     CacheStats,
     CartridgeSnapshot,
@@ -117,11 +119,13 @@ class Trainer:
 
 
 class World:
-    def __init__(self, h: House, plane: Plane, seconds: dict[str, float]) -> None:
+    def __init__(
+        self, h: House, plane: Plane, seconds: dict[str, float], teacher: type[Teacher]
+    ) -> None:
         self.h, self.plane = h, plane
-        teacher = (plane, seconds)
-        h.service.spawn(Teacher, args=teacher, role="doc_teacher", n=1)
-        h.service.spawn(Teacher, args=teacher, role="sdpo_teacher", n=1)
+        args = (plane, seconds)
+        h.service.spawn(teacher, args=args, role="doc_teacher", n=1)
+        h.service.spawn(teacher, args=args, role="sdpo_teacher", n=1)
         h.service.spawn(Trainer, args=(plane,), role="trainer", n=1)
         self.mesh: Any = SimpleNamespace(
             pools=h.service.pools, plane=plane, refill=None, replaced=self.replaced, plane_life=0
@@ -157,9 +161,13 @@ class World:
         return await train_scored(TrainerClient(self.mesh.pools), self.teachers, STEM, batch, 3)
 
 
-async def world(seconds: dict[str, float] | None = None) -> World:
+async def world(
+    seconds: dict[str, float] | None = None,
+    plane: Plane | None = None,
+    teacher: type[Teacher] = Teacher,
+) -> World:
     h = house()
-    w = World(h, Plane(), {} if seconds is None else seconds)
+    w = World(h, plane or Plane(), seconds or {}, teacher)
     await h.service.ready()
     return w
 
@@ -279,6 +287,88 @@ def test_what_was_stored_with_the_text_is_not_scored_again() -> None:
     assert [part.samples for part in some.scores["doc_teacher"]] == [(0, 2)]
     assert every.scores["doc_teacher"] == ()
     assert cost.hidden_seconds == 0.0
+
+
+class KeepingPlane(Plane):
+    """One whose tensors the controller reads too, which takes time: it may be lost meanwhile."""
+
+    async def get(self, packet: TensorRef) -> Any:
+        await asyncio.sleep(0.1)
+        return super().get(packet)
+
+
+class TopTeacher(Teacher):
+    """It tells top entries, of a text by itself or of several: numbers of its prompt and of how
+    many texts its pass has."""
+
+    async def score(self, stem: str, samples: Sequence[Sample], *version: int) -> ScoreOutput:
+        reply = await super().score(stem, samples, *version)
+        (first, *_) = samples
+        tensors = {
+            "indices": torch.full((2, 2), first.prompt_ids[0], dtype=torch.int32),
+            "logprobs": torch.full((2, 2), -0.1 * len(samples)),
+        }
+        return replace(reply, packet=self.plane.put(stem, tensors))
+
+
+def test_a_text_that_comes_again_is_read_once_by_itself() -> None:
+    def text(step: int, i: int, prompt: int) -> Sample:
+        return replace(
+            sample(i), id=f"offline/{step}/{i}", prompt_ids=(prompt,), versions=(-1, -1),
+            contexts=("a",),
+        )  # fmt: skip
+
+    first = TrainBatch(doc=(text(1, 0, 50), text(1, 1, 51), text(1, 2, 52)))
+    second = TrainBatch(doc=(text(2, 0, 51), text(2, 1, 53), text(2, 2, 50)))
+    other = TrainBatch(doc=(replace(text(3, 0, 50), contexts=("b",)),))
+
+    async def scenario() -> tuple[list[TrainBatch], list[int]]:
+        w = await world(plane=KeepingPlane(), teacher=TopTeacher)
+        misses, batches = [], []
+
+        async def keep(batch: TrainBatch, repeated: Sequence[str]) -> None:
+            scored, cost = await w.teachers.score(STEM, batch, 3, repeated=repeated)
+            batches.append(scored)
+            misses.append(cost.documents.hits)  # one of each pass
+            w.teachers.trained(STEM, scored)
+
+        await keep(first, ["offline/1/0", "offline/1/1"])
+        await keep(second, [s.id for s in second.doc])
+        await keep(other, ["offline/3/0"])
+        w.teachers = TeacherScoring(w.mesh, w.weights)  # of a resumed run
+        scoring = asyncio.ensure_future(keep(second, [s.id for s in second.doc]))
+        await asyncio.sleep(0.3)  # scored, and not yet read
+        w.lose_plane()
+        await scoring
+        await w.h.service.stop()
+        return batches, misses
+
+    (one, two, three, again), passes = run(scenario())
+    assert passes[:3] == [3, 1, 1]  # 50 and 51 alone, 52 with the rest; 53; 50 of another document
+    assert [part.samples for part in one.scores["doc_teacher"]] == [(2,)]
+    assert two.scores["doc_teacher"] == ()
+
+    def entries(batch: TrainBatch) -> list[tuple[int, int, float]]:
+        return [(s.sample, s.ids[1][1], s.logprobs[1][1]) for s in batch.doc_stored]
+
+    alone = float(torch.tensor(-0.1))  # to the bit
+    assert entries(one) == [(0, 50, alone), (1, 51, alone)]
+    assert entries(two) == [(0, 51, alone), (1, 53, alone), (2, 50, alone)]
+    assert entries(three) == [(0, 50, alone)]
+    assert again.doc_stored == two.doc_stored
+
+
+def test_a_teacher_on_a_gpu_reads_all_texts_of_a_step_at_once() -> None:
+    async def scenario() -> TrainBatch:
+        w = await world()
+        w.mesh.pools["doc_teacher"].spec = RoleSpec(gpus=1)
+        scored, _ = await w.teachers.score(STEM, lesson(2), 3, repeated=[sample(0).id])
+        await w.h.service.stop()
+        return scored
+
+    scored: TrainBatch = run(scenario())
+    assert [part.samples for part in scored.scores["doc_teacher"]] == [(0, 1)]
+    assert scored.doc_stored == ()
 
 
 def test_both_teachers_and_the_version_of_the_hinted_one() -> None:

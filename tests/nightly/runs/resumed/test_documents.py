@@ -31,6 +31,34 @@ def test_a_run_that_was_killed_goes_on_to_the_same_end(
     assert found[0]["arms"] == found[1]["arms"]
 
 
+def test_kept_scores_are_equal_after_a_kill(odd_folder: Path, tmp_path: Path) -> None:
+    """The document's own words, six questions in eight steps: each is read once, and once more
+    after the kill."""
+    sets = {
+        "self_study.mix": {"recite": 1, "continue": 1}, "train.warm_start": {"steps": 8},
+        "rollout.prompts": 4, "evaluate.arms": ["on_policy"],
+    }  # fmt: skip
+    words = [x for k, v in sets.items() for x in ("--set", f"{k}={json.dumps(v)}")]
+    text = odd_folder / "salt.txt"
+    for root in (tmp_path / "calm", tmp_path / "killed"):
+        if root.name == "killed":
+            with running([*command(root, text), *words], root):
+                wait_for(root, 5)
+            words.append("--resume")
+        process = run_to_end([*command(root, text), *words])
+        assert process.returncode == 0, process.stdout + process.stderr
+    calm, killed = (directory(tmp_path / name) for name in ("calm", "killed"))
+    for name in ("metrics.jsonl", "rollouts.jsonl", "answers.jsonl"):
+        assert (killed / name).read_bytes() == (calm / name).read_bytes(), name
+    steps = [e for e in read_rows(calm / "events.jsonl") if e["event"] == "step"]
+    passes = [sum(e["documents"].values()) for e in steps if e["step"] <= 8]  # of the teacher
+    trained = {
+        tuple(r["response_ids"]) for r in read_rows(calm / "rollouts.jsonl") if r["step"] <= 8
+    }
+    assert sum(passes) == len(trained) < 8 * 4
+    assert passes[-1] == 0
+
+
 def wait_for(root: Path, step: int, timeout: float = 240.0) -> None:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

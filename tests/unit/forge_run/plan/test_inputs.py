@@ -106,19 +106,20 @@ def test_the_cartridge_s_tokens() -> None:
 
 def test_twenty_minutes_for_one_document(learn: LearnSpec) -> None:
     """Before the first step: 20 + 2 * 1000 / 400 = 25 s. Exam: 8 * 64 * (1/64 + 1/400) = 9.28 s.
-    An answer of the document's words: 80/400 + 80/112 = 0.914 s, in 7 of 8 steps; one of its own:
-    64/64 + 160/400 + 112/112 = 2.4 s; mean 1.1 s. A step of 16 takes 18.6 s: 62 fit in 1165.72."""
+    An answer of the document's words: 80/112 = 0.714 s, in 7 of 8 steps; one of its own:
+    64/64 + 160/400 + 112/112 = 2.4 s; mean 0.925 s. A step of 16 takes 15.8 s, and the teacher
+    reads each of 40 questions once in 80/400 s, 8 s: 73 steps fit in 1165.72."""
     found = planned([1000], 100, 20, RATES, learn, SIZE)
-    assert (found.questions, found.prompts, found.steps) == (40, 16, 62)
+    assert (found.questions, found.prompts, found.steps) == (40, 16, 73)
     assert found.start_seconds == pytest.approx(25)
-    assert found.step_seconds == pytest.approx(18.6)
-    assert found.seconds == pytest.approx(25 + 62 * 18.6 + 9.28)
+    assert found.step_seconds == pytest.approx(15.8 + 8 / 73)
+    assert found.seconds == pytest.approx(25 + 73 * 15.8 + 8 + 9.28)
     assert found.memory == 3 * 500_000_000 + 2 * 1000 * 1000 + 6 * 300 * 1024**2
     assert found.told()[0] == (
         "one document of 1,000 tokens in all; one cartridge of 100 tokens, 10.0x fewer"
     )
     assert found.told()[2] == (
-        "40 questions about each document, then 62 steps of 16 answers, 19 s each"
+        "40 questions about each document, then 73 steps of 16 answers, 16 s each"
     )
     assert found.told()[3].startswith("about 20 minutes: the first step after 0.4;")
 
@@ -134,9 +135,18 @@ def test_attention_matching_takes_time_before_the_first_step(learn: LearnSpec) -
 
 
 def test_fewer_minutes_take_a_smaller_batch(learn: LearnSpec) -> None:
-    """Of 480 s, less 34.28, 23 steps of 18.6 s fit, and 45 of 8 answers, 9.8 s each."""
+    """Of 480 s, less 34.28 and 8, 27 steps of 15.8 s fit, and 52 of 8 answers, 8.4 s each."""
     found = planned([1000], 100, 8, RATES, learn, SIZE)
-    assert (found.prompts, found.steps) == (8, 45)
+    assert (found.prompts, found.steps) == (8, 52)
+
+
+def test_steps_too_few_for_a_second_reading_read_every_text(learn: LearnSpec) -> None:
+    """2,000 questions outlast the steps: of 16 answers that are read anew 62 of 18.6 s fit."""
+    assert learn.self_study is not None
+    study = learn.self_study.model_copy(update={"questions": 2000})
+    found = planned([1000], 100, 20, RATES, learn.model_copy(update={"self_study": study}), SIZE)
+    assert (found.prompts, found.steps) == (16, 62)
+    assert found.step_seconds == pytest.approx(18.6)
 
 
 def test_without_a_warm_start_every_answer_is_written(learn: LearnSpec) -> None:
@@ -171,10 +181,10 @@ def test_the_plan_s_keys_are_keys_of_the_mesh(learn: LearnSpec) -> None:
     plan = planned([1000], 100, 20, RATES, learn, SIZE)
     assert isinstance(plan, MakePlan)
     spec = load_spec("documents", sets=plan.sets).spec
-    assert (spec.learn.cartridge.tokens, spec.learn.train.steps) == (100, 62)
-    assert spec.learn.train.checkpoint_every == 20
+    assert (spec.learn.cartridge.tokens, spec.learn.train.steps) == (100, 73)
+    assert spec.learn.train.checkpoint_every == 24
     assert spec.learn.train.warm_start is not None
-    assert spec.learn.train.warm_start.steps == 54  # as large a share as 140 of 160
+    assert spec.learn.train.warm_start.steps == 64  # as large a share as 140 of 160
     assert spec.learn.evaluate.arms == ("on_policy",)
     assert spec.mesh.roles["generator"].replicas == 1
 
@@ -183,7 +193,7 @@ def test_questions_are_answered_by_what_else_as_many_tokens_could_hold(learn: Le
     """Five arms answer in 5 * 9.28 s, and two of them read 8 * 100 / 400 s of passages each."""
     asking = learn.data.model_copy(update={"questions": "questions.json"})
     plan = planned([1000], 100, 20, RATES, learn.model_copy(update={"data": asking}), SIZE)
-    assert plan.seconds == pytest.approx(25 + plan.steps * 18.6 + 46.4 + 4.0)
+    assert plan.seconds == pytest.approx(25 + 70 * 15.8 + 8 + 46.4 + 4.0)
     spec = load_spec("documents", sets=[*plan.sets, "data.questions=questions.json"]).spec
     assert spec.learn.evaluate.arms == (
         "none", "document", "retrieved", "on_policy", "retrieved_cartridge",

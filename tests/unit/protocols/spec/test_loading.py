@@ -504,6 +504,22 @@ def test_a_resolved_spec_is_read_back_from_a_run_directory(house: Path) -> None:
         load_resolved(house / "spec.yaml")
 
 
+def test_a_key_of_another_version_is_refused_with_its_place_and_no_advice_on_spelling(
+    tmp_path: Path,
+) -> None:
+    values = load_spec(str(REPOSITORY / "meshes/documents.yaml")).spec.as_dict()
+    values["learn"]["self_study"]["kinds"] = ["question"]  # as of 2026-11-22
+    path = tmp_path / "spec.yaml"
+    path.write_text(dump_yaml(values))
+    line = path.read_text().splitlines().index("    kinds:") + 1
+    with pytest.raises(SpecError) as caught:
+        load_resolved(path)
+    assert str(caught.value) == (
+        f"unknown key kinds at {path}:{line} (learn.self_study.kinds)\n"
+        "the run was made by another version: use that one, or start a new run"
+    )
+
+
 def test_place_of_a_key_that_nobody_wrote_is_the_file(house: Path) -> None:
     loaded: LoadedSpec = load_spec(M)
     assert str(loaded.place("evaluate.arms")) == f"{C}:1"

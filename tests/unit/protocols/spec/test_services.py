@@ -156,7 +156,7 @@ BAD = [
      f"insecure excludes telemetry.tls: got true at {M}:5 (telemetry.insecure); remove one of "
      "them"),
     ("telemetry:\n  sinks: [otel]",
-     f"sinks[0] must be one of tensorboard, wandb, otlp: got 'otel' at {M}:4 "
+     f"sinks[0] must be one of tensorboard, wandb, otlp, trackio: got 'otel' at {M}:4 "
      "(telemetry.sinks[0]); did you mean otlp?"),
     ("telemetry:\n  sinks: otlp",
      f"sinks must be a list: got 'otlp' at {M}:4 (telemetry.sinks); write it as [a, b]"),

@@ -206,6 +206,7 @@ def test_offline_text_is_the_teachers(house: House) -> None:
     assert rollout.step == 1
     assert {p.request.prefix.name.split("/")[0] for p in rollout.prompts} == {"document"}
     assert all(v == -1 for s in rollout.samples for v in s.versions)
+    assert house.course.repeated(rollout) == set()  # written anew in each step
     on_policy = asyncio.run(house.course.sample(1, 0, house.generate))
     assert [s.prompt_ids for s in rollout.samples] == [s.prompt_ids for s in on_policy.samples]
 
@@ -225,6 +226,16 @@ def test_rows_that_were_written_before_are_asked_and_their_answers_trained_on(
     other = House(tmp_path / "run", f"self_study.rows={path}")
     (rollout,) = asyncio.run(other.course.offline(0, other.generate))
     assert not other.requests  # nothing is generated
+    # 160 steps of 4 draw each of three documents' few rows again and again; 2 steps do not.
+    assert other.course.repeated(rollout) == {s.id for s in rollout.samples}
+    once = House(
+        tmp_path / "run", f"self_study.rows={path}", "train.steps=2", "train.warmup_steps=1"
+    )
+    (first,) = asyncio.run(once.course.offline(0, once.generate))
+    assert once.course.repeated(first) == set()
+    whole = House(tmp_path / "run", f"self_study.rows={path}", "teacher.top_k=full")
+    (first,) = asyncio.run(whole.course.offline(0, whole.generate))
+    assert whole.course.repeated(first) == set()
     for sample in rollout.samples:
         assert sample.response_ids == (ids if sample.cartridge == "salt" else (9, 9))
     assert not other.directory.selfstudy.exists()

@@ -127,6 +127,16 @@ def test_a_missing_package_is_named_with_its_remedy(
         assert str(refused.value) == expected
 
 
+def test_trackio_comes_without_its_dependencies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It pins a pillow older than ours: the command brings it beside what else it needs."""
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    remedy = (
+        "pip install --no-deps trackio==0.43.0 brotli==1.2.1 gradio-client==2.7.2 orjson==3.13.0"
+    )
+    with pytest.raises(SpecError, match=f"package trackio, .*: {remedy}, or leave it out"):
+        require_sinks(spec("telemetry.sinks=[trackio]"))
+
+
 def test_a_refusal_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     before = set(threading.enumerate())

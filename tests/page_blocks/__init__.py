@@ -1,0 +1,1 @@
+"""What a test does with each block of the pages (`table.yaml`)."""
