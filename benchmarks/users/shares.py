@@ -18,6 +18,7 @@ import os
 import statistics
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import httpx2
@@ -27,6 +28,7 @@ from benchmarks.serving import MESSAGES, address, server
 
 KEYS = {"polite": "sk-polite-0123456789", "flooding": "sk-flooding-0123456789"}
 N, FLOOD_TOKENS = 32, 256
+GAPS = 40  # between tokens, at least
 STEPS = 2  # of the full batch, beyond the calm time
 TIMEOUT_S = 300.0
 
@@ -69,7 +71,7 @@ class Flood:
     def _send(self) -> None:
         body = {"model": "clinic-reader", "messages": MESSAGES, "max_tokens": FLOOD_TOKENS, "n": N,
                 "temperature": 2}  # fmt: skip
-        with client(self._at, "flooding") as sending:
+        with client(self._at, "flooding") as sending, suppress(httpx2.HTTPError):  # of its end
             while not self._over.is_set():
                 if sending.post("/v1/chat/completions", json=body).status_code == 429:
                     self.refusals += 1
@@ -77,17 +79,20 @@ class Flood:
 
     def step_seconds(self) -> float:
         """Return the median gap between tokens of a stream of the same key, in the full batch."""
-        body = {"model": "clinic-reader", "messages": MESSAGES, "max_tokens": 64, "stream": True}
-        while True:
+        body = {"model": "clinic-reader", "messages": MESSAGES, "max_tokens": 64, "stream": True,
+                "temperature": 2}  # fmt: skip
+        gaps: list[float] = []
+        while len(gaps) < GAPS:
             with (
                 client(self._at, "flooding") as sending,
                 sending.stream("POST", "/v1/chat/completions", json=body) as answer,
             ):
                 if answer.status_code != 200:
-                    time.sleep(0.1)
+                    time.sleep(0.05)
                     continue
                 times = [time.perf_counter() for line in answer.iter_lines() if "content" in line]
-            return statistics.median(b - a for a, b in itertools.pairwise(times))
+            gaps += [end - start for start, end in itertools.pairwise(times)]
+        return statistics.median(gaps)
 
     def end(self) -> None:
         self._over.set()
