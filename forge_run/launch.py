@@ -40,7 +40,12 @@ from cartridge_forge.services.planes.open import PLANE_IMPORTS
 from cartridge_forge.services.pool.hosts import LINK_ENVIRONMENT
 from cartridge_forge.services.pool.sizes import PoolSize
 from cartridge_forge.services.private_sockets import remove, use_private_sockets
-from cartridge_forge.services.proc_info import descendants, has_ended, require_descriptors
+from cartridge_forge.services.proc_info import (
+    descendants,
+    has_ended,
+    processor_demand,
+    require_descriptors,
+)
 from cartridge_forge.services.run_directory import (
     ResumePoint,
     RunDirectory,
@@ -53,6 +58,7 @@ ENGINE = "cartridge_forge.plugins.serve.engine.engine"
 POLL_SECONDS = 0.5  # between two looks at signals, and at whether the controller lives
 STATUS_SECONDS = 1.0  # between two statuses: each takes both processes 2 ms
 STATUS_TIMEOUT = 30.0
+BUSY_SHARE = 0.1  # of the time in which the controller wants a processor counts as silence
 STILL_SECONDS = 2.0  # at most, of one poll: in the rest this process was stopped
 LOCAL_ENVIRONMENT = {
     # Their clocks go on while all processes are stopped (a closed lid, a paused container).
@@ -288,7 +294,7 @@ def _drive(
 
         def tell() -> None:
             nonlocal status_number
-            status, notes = _answer(controller.status.call_one(), STATUS_TIMEOUT, lost)
+            status, notes = _answer(controller.status.call_one(), STATUS_TIMEOUT, lost, pid)
             for line in notes[status_number:]:
                 display.line(line)
             status_number = len(notes)
@@ -306,7 +312,7 @@ def _drive(
                 _tell_fresh(directory, display)
             if caught.first and asked_at is None:
                 asked_at = time.monotonic()
-                _answer(controller.ask_to_stop.call_one(), STATUS_TIMEOUT, lost)
+                _answer(controller.ask_to_stop.call_one(), STATUS_TIMEOUT, lost, pid)
                 for name in (
                     "cartridge_forge.plugins.watch.pages.export",
                     "cartridge_forge.learning.checkpoint",
@@ -351,19 +357,22 @@ class MeshLost(Exception):
     """Report that the controller, or the right to the run's directory, is lost."""
 
 
-def _answer(future: Any, timeout_s: float, lost: Callable[[], str]) -> Any:
+def _answer(future: Any, timeout_s: float, lost: Callable[[], str], pid: int = 0) -> Any:
     """Return the controller's answer. Raises MeshLost where `lost` says why none will come, or for
-    none in `timeout_s`, without the time that this process itself stood still."""
-    patience, polled = timeout_s, time.monotonic()
+    none in `timeout_s`, without the time that this process itself stood still. The time in which
+    the controller `pid` ran, or waited for a processor of a busy host, counts a tenth."""
+    patience, polled, demand = timeout_s, time.monotonic(), processor_demand(pid)
     while True:
         try:
             return future.get(timeout=POLL_SECONDS)
         except Exception as error:  # no answer yet, or the controller is dead
             if why := lost():
                 raise MeshLost(why) from error
-            now = time.monotonic()
-            patience -= min(now - polled, STILL_SECONDS)
-            polled = now
+            now, demanded = time.monotonic(), processor_demand(pid)
+            elapsed = min(now - polled, STILL_SECONDS)
+            busy = min(max(demanded - demand, 0.0), elapsed)
+            patience -= elapsed - busy * (1 - BUSY_SHARE)
+            polled, demand = now, demanded
             if not isinstance(error, TimeoutError) or patience < 0:
                 raise MeshLost(
                     f"the controller does not answer ({type(error).__name__}); go on with --resume"

@@ -55,6 +55,18 @@ def cpu_seconds(pid: int, chosen: Collection[int]) -> CpuSeconds:
     return CpuSeconds(sum(seconds for p, seconds in own_seconds.items() if p in chosen), total)
 
 
+def processor_demand(pid: int) -> float:
+    """Return the seconds that the threads of a process ran or waited for a processor; 0 of one
+    that has ended, and where the kernel does not count them."""
+    seconds = 0.0
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # ended meanwhile
+                ran, waited, _ = (thread / "schedstat").read_text().split()
+                seconds += (int(ran) + int(waited)) / 1e9
+    return seconds
+
+
 def require_descriptors(least: int = LEAST_DESCRIPTORS) -> None:
     """Let this process and those that it starts open as many files as the system allows a user.
     Raises SpecError where that is fewer than `least`."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from cartridge_forge.forge_run import launch
 from cartridge_forge.forge_run.child import in_child
 from cartridge_forge.forge_run.commands.run import roles_sized
 from cartridge_forge.forge_run.launch import monarch_environment, prepare_links
@@ -20,6 +24,7 @@ from cartridge_forge.plugins.cluster.tls.certificates import certificates
 from cartridge_forge.protocols.errors import CheckpointError, SpecError
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import HostsSpec, RunSpec
+from cartridge_forge.services.proc_info import processor_demand
 
 
 def test_messages_to_other_hosts_wait_for_their_links() -> None:
@@ -52,6 +57,7 @@ def test_an_exit_code_is_the_commands_own_whatever_a_library_does_at_exit() -> N
 ROOT = Path(__file__).parents[3]
 FUNCTIONS = """
 import os, signal, sys
+from cartridge_forge.forge_run import launch
 from cartridge_forge.forge_run.child import in_child
 from cartridge_forge.protocols.errors import DataError, RunError
 
@@ -289,7 +295,7 @@ def test_the_options_of_a_refused_resume_are_the_runs_own(tmp_path: Path) -> Non
     mine = (
         "cartridge.init=random_text",
         "plane=shared_memory",
-        "data.rows.columns={prompt: it is}",
+        "evaluate.arms=[on_policy, none]",
     )
     first, _ = open_directory(spec(*mine), tmp_path, None, print)
     with pytest.raises(CheckpointError) as caught:
@@ -327,3 +333,62 @@ def test_sizes_of_the_command_line_are_told_from_those_of_the_file() -> None:
         "roles.trainer={replicas: 1}",
     ]
     assert roles_sized(load_spec(MESH, sets=sets)) == ["generator", "trainer"]
+
+
+class Silence:
+    """A call that is never answered: each look at it lasts as long as it may, or not at all."""
+
+    def get(self, timeout: float) -> None:
+        time.sleep(timeout)
+        raise TimeoutError
+
+
+@pytest.fixture
+def child(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A process of its own, which computes or sleeps."""
+    with subprocess.Popen([sys.executable, "-c", request.param]) as process:
+        while processor_demand(process.pid) == 0:
+            time.sleep(0.01)
+        yield process.pid
+        process.kill()
+
+
+COMPUTES = "while True: pass"
+
+
+@pytest.mark.parametrize("child", [COMPUTES], indirect=True)
+def test_what_computes_or_waits_for_a_processor_has_a_demand_and_what_is_stopped_has_none(
+    child: int,
+) -> None:
+    before = processor_demand(child)
+    while processor_demand(child) <= before:
+        time.sleep(0.01)
+    os.kill(child, signal.SIGSTOP)
+    os.waitid(os.P_PID, child, os.WSTOPPED | os.WNOWAIT)
+    stopped = processor_demand(child)
+    time.sleep(0.1)
+    assert processor_demand(child) == stopped > before
+    assert processor_demand(2**22 + 1) == 0.0  # no such process
+
+
+@pytest.mark.parametrize("child", [COMPUTES], indirect=True)
+def test_a_busy_controller_is_waited_for_longer_than_one_that_is_stopped(child: int) -> None:
+    def looks() -> int:
+        """Return how many looks at the controller went by until it was given up."""
+        count = 0
+
+        def lost() -> str:
+            nonlocal count
+            count += 1
+            return ""
+
+        with pytest.raises(launch.MeshLost, match=r"does not answer \(TimeoutError\)"):
+            launch._answer(Silence(), 0.5, lost, child)
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "POLL_SECONDS", 0.05)
+        busy = looks()
+        os.kill(child, signal.SIGSTOP)
+        os.waitid(os.P_PID, child, os.WSTOPPED | os.WNOWAIT)
+        assert looks() < busy
