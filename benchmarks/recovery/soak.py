@@ -68,6 +68,7 @@ START_S = 600.0
 MINUTE_S = 60.0
 SETS: dict[str, Any] = {
     "train.steps": 100_000,
+    "train.lr": 0.01,  # at the config's own, kept up for so long, a run diverges after 1,300 steps
     "train.checkpoint_every": 20,
     "evaluate.arms": ["on_policy"],
     "evaluate.probe_every": 0,
