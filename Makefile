@@ -22,6 +22,12 @@ TRL_STAMP := $(TRL_VENV)/.installed-trl-1.16.0
 VERL := verl==0.9.1
 VERL_VENV := .venv-verl
 VERL_STAMP := $(VERL_VENV)/.installed-$(subst ==,-,$(VERL))
+SKYPILOT := skypilot==0.14.1
+SKYPILOT_VENV := .venv-skypilot
+SKYPILOT_STAMP := $(SKYPILOT_VENV)/.installed-$(subst ==,-,$(SKYPILOT))
+MODAL := modal==1.6.4
+MODAL_VENV := .venv-modal
+MODAL_STAMP := $(MODAL_VENV)/.installed-$(subst ==,-,$(MODAL))
 MATERIAL := mkdocs-material==9.8.1
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed-$(subst ==,-,$(MATERIAL))
@@ -42,7 +48,7 @@ REAL_DOCS := docs/explanation/on_policy.md docs/explanation/rsa.md docs/explanat
 HELPERS := tests:tests/fakes:tests/setups:tests/scenarios:tests/clusters
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-verifiers install-trl install-verl install-prometheus install-browser install-helm install-moto install-slurm pauses run run-real run-vllm serve test test-fast test-isa test-all bench-against equal-runs \
+.PHONY: help install install-vllm install-verifiers install-trl install-verl install-skypilot install-modal install-prometheus install-browser install-helm install-moto install-slurm pauses run run-real run-vllm serve test test-fast test-isa test-all bench-against equal-runs \
         lint format proto proto-release constraints sbom image k8s k8s-check k8s-apiserver k8s-control-plane dist bench bench-vllm bench-hosts gpu-check chaos clean \
         install-docs docs reference reference-models
 
@@ -107,6 +113,26 @@ $(VERL_STAMP): constraints-verl.txt
 	  $(PYTHON) -m pip install -q --target .bootstrap virtualenv && \
 	  PYTHONPATH=.bootstrap $(PYTHON) -m virtualenv -q $(VERL_VENV); }
 	$(VERL_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-verl.txt $(TORCH) $(VERL)
+	@touch $@
+
+install-skypilot: $(SKYPILOT_STAMP) ## make .venv-skypilot, which reads recipes/one_gpu/sky.yaml in the nightly tests
+
+$(SKYPILOT_STAMP): constraints-skypilot.txt
+	rm -rf $(SKYPILOT_VENV)
+	$(PYTHON) -m venv $(SKYPILOT_VENV) || { rm -rf $(SKYPILOT_VENV); \
+	  $(PYTHON) -m pip install -q --target .bootstrap virtualenv && \
+	  PYTHONPATH=.bootstrap $(PYTHON) -m virtualenv -q $(SKYPILOT_VENV); }
+	$(SKYPILOT_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-skypilot.txt $(SKYPILOT)
+	@touch $@
+
+install-modal: $(MODAL_STAMP) ## make .venv-modal, which reads recipes/one_gpu/modal_app.py in the nightly tests
+
+$(MODAL_STAMP): constraints-modal.txt
+	rm -rf $(MODAL_VENV)
+	$(PYTHON) -m venv $(MODAL_VENV) || { rm -rf $(MODAL_VENV); \
+	  $(PYTHON) -m pip install -q --target .bootstrap virtualenv && \
+	  PYTHONPATH=.bootstrap $(PYTHON) -m virtualenv -q $(MODAL_VENV); }
+	$(MODAL_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-modal.txt $(MODAL)
 	@touch $@
 
 install-docs: $(DOCS_STAMP) ## make .venv-docs, which builds the documentation site
@@ -215,7 +241,7 @@ test: $(FOR_TESTS) ## tests/unit and tests/mesh: the test suite
 test-isa: install ## tests/unit as processors with AVX2, AVX-512 and its bfloat16 would run them
 	$(ISA)
 
-test-all: $(FOR_TESTS) install-browser install-slurm install-trl install-verl ## all tests: these, test-isa, and tests/nightly: kills at any phase, hosts, recipes, long runs
+test-all: $(FOR_TESTS) install-browser install-slurm install-trl install-verl install-skypilot install-modal ## all tests: these, test-isa, and tests/nightly: kills at any phase, hosts, recipes, long runs
 	$(EACH); $(TIERS); \
 	each $(ISA); \
 	each HYPOTHESIS_PROFILE=night $(PYTEST) -m hypothesis tests/unit tests/mesh; \
@@ -250,6 +276,10 @@ constraints: ## pin in constraints*.txt every package that is installed now
 	  mv .constraints constraints-trl.txt
 	{ sed -n '/^#/p' constraints-verl.txt; $(VERL_VENV)/bin/python $(FROZEN); } > .constraints && \
 	  mv .constraints constraints-verl.txt
+	{ sed -n '/^#/p' constraints-skypilot.txt; $(SKYPILOT_VENV)/bin/python $(FROZEN); } > .constraints && \
+	  mv .constraints constraints-skypilot.txt
+	{ sed -n '/^#/p' constraints-modal.txt; $(MODAL_VENV)/bin/python $(FROZEN); } > .constraints && \
+	  mv .constraints constraints-modal.txt
 	{ sed -n '/^#/p' constraints-docs.txt; $(DOCS_VENV)/bin/python $(FROZEN); } > .constraints && \
 	  mv .constraints constraints-docs.txt
 
@@ -318,4 +348,4 @@ pauses: install ## 30 runs whose every process stands still for 5 to 600 seconds
 	PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.recovery.pauses --out runs/pauses/pauses.json
 
 clean: ## remove the environment and every run
-	rm -rf $(VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(VERL_VENV) $(DOCS_VENV) .bootstrap runs site
+	rm -rf $(VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(VERL_VENV) $(SKYPILOT_VENV) $(MODAL_VENV) $(DOCS_VENV) .bootstrap runs site
