@@ -19,7 +19,7 @@ token=$(printf '%q' "${HF_TOKEN:-}")
 
 ssh "$host" "mkdir -p $at/code"
 tar -cz --exclude=./.git --exclude='./.venv*' --exclude=./runs --exclude=./library \
-  --exclude=__pycache__ . | ssh "$host" "tar -xz -C $at/code"
+  --exclude='./.*_cache' --exclude=__pycache__ . | ssh "$host" "tar -xz -C $at/code"
 # The token goes by standard input: a command line is seen by every user of the machine. A bill
 # begins with a boot of the machine, so its time is kept by that.
 code=0
@@ -39,8 +39,9 @@ START
   setsid nohup bash start.sh "\$(cat "since-\$boot")" > log 2>&1 < /dev/null &
   echo \$! > "pid-\$boot"
 fi
-until test -s exit-code; do sleep 1; done
+while kill -0 "\$(cat "pid-\$boot")" 2>/dev/null; do sleep 1; done
 tail -n 60 log
+test -s exit-code || { echo "the run was killed" >&2; exit 1; }
 exit "\$(cat exit-code)"
 END
 if [[ $code != 0 ]]; then
