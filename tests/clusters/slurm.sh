@@ -9,7 +9,7 @@
 #   the command, slurmctld  login 10.77.0.1 --- bridge --+-- node1 10.77.0.2
 #                                                        +-- node2 10.77.0.3
 #
-# FORGE_SLURM_NODE is what a node has (default: CPUs=4 RealMemory=1000), with Gres=gpu:N too.
+# FORGE_SLURM_NODE is what a node has (default: CPUs=4 RealMemory=1000), with Gres=gpu:1 too.
 # $FORGE_SLURM_NODES has a file for each node with the id of a process in its namespace. Needs root.
 # All processes are in a process namespace that ends with this script.
 set -euo pipefail
@@ -46,8 +46,8 @@ ln -sf slurmstepd-wlm "$root/usr/sbin/slurmstepd"
 (umask 077 && head -c 1024 /dev/urandom >"$root/etc/munge/munge.key")
 echo CgroupPlugin=disabled >"$root/etc/slurm/cgroup.conf"
 has=${FORGE_SLURM_NODE:-CPUs=4 RealMemory=1000}
-if [[ $has =~ Gres=gpu:([0-9]+) ]]; then  # no device stands behind it
-  printf 'AutoDetect=off\nName=gpu Count=%s\n' "${BASH_REMATCH[1]}" >"$root/etc/slurm/gres.conf"
+if [[ $has == *Gres=gpu:1* ]]; then  # a file that is there on every machine
+  echo 'Name=gpu File=/dev/null' >"$root/etc/slurm/gres.conf"
 fi
 cat >"$root/etc/slurm/slurm.conf" <<END
 ClusterName=forge

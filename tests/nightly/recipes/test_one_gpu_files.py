@@ -34,9 +34,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the property, which has no successor in 1.6.4
     functions = modal_app.app.registered_functions
     entries = modal_app.app.registered_entrypoints
+    spec = functions["train"]._spec_  # what `modal shell` reads; nothing public has it
 print(json.dumps({
     "app": modal_app.app.name, "functions": sorted(functions), "entries": sorted(entries),
-    "gpu": functions["train"].spec.gpus, "volumes": sorted(functions["train"].spec.volumes),
+    "gpu": spec.gpus, "volumes": sorted(spec.volumes),
 }))
 """
 
