@@ -31,6 +31,12 @@ CLIENTS_STAMP := $(CLIENTS_VENV)/.installed-1
 OPEN_WEBUI := open-webui==0.12.4
 OPEN_WEBUI_VENV := .venv-open-webui
 OPEN_WEBUI_STAMP := $(OPEN_WEBUI_VENV)/.installed-$(subst ==,-,$(OPEN_WEBUI))
+SKYPILOT := skypilot==0.14.1
+SKYPILOT_VENV := .venv-skypilot
+SKYPILOT_STAMP := $(SKYPILOT_VENV)/.installed-$(subst ==,-,$(SKYPILOT))
+MODAL := modal==1.6.4
+MODAL_VENV := .venv-modal
+MODAL_STAMP := $(MODAL_VENV)/.installed-$(subst ==,-,$(MODAL))
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed
 UV := uv==0.13.9
@@ -53,7 +59,7 @@ REAL_DOCS := docs/explanation/on_policy.md docs/explanation/rsa.md docs/explanat
 HELPERS := tests:tests/fakes:tests/setups:tests/scenarios:tests/clusters
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-verifiers install-trl install-verl install-clients install-open-webui install-prometheus install-browser install-helm install-moto install-slurm pauses run run-real run-vllm serve test test-fast test-isa test-all bench-against equal-runs \
+.PHONY: help install install-vllm install-verifiers install-trl install-verl install-skypilot install-modal install-clients install-open-webui install-prometheus install-browser install-helm install-moto install-slurm pauses run run-real run-vllm serve test test-fast test-isa test-all bench-against equal-runs \
         lint format proto proto-release constraints hashes sbom image k8s k8s-check k8s-apiserver k8s-control-plane dist bench bench-vllm bench-hosts gpu-check chaos soak clean \
         install-docs docs reference reference-models
 
@@ -142,6 +148,26 @@ $(OPEN_WEBUI_STAMP):
 	  $(PYTHON) -m pip install -q --target .bootstrap virtualenv && \
 	  PYTHONPATH=.bootstrap $(PYTHON) -m virtualenv -q $(OPEN_WEBUI_VENV); }
 	$(OPEN_WEBUI_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) $(TORCH) $(OPEN_WEBUI)
+	@touch $@
+
+install-skypilot: $(SKYPILOT_STAMP) ## make .venv-skypilot, which reads recipes/one_gpu/sky.yaml in the nightly tests
+
+$(SKYPILOT_STAMP): constraints-skypilot.txt
+	rm -rf $(SKYPILOT_VENV)
+	$(PYTHON) -m venv $(SKYPILOT_VENV) || { rm -rf $(SKYPILOT_VENV); \
+	  $(PYTHON) -m pip install -q --target .bootstrap virtualenv && \
+	  PYTHONPATH=.bootstrap $(PYTHON) -m virtualenv -q $(SKYPILOT_VENV); }
+	$(SKYPILOT_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-skypilot.txt $(SKYPILOT)
+	@touch $@
+
+install-modal: $(MODAL_STAMP) ## make .venv-modal, which reads recipes/one_gpu/modal_app.py in the nightly tests
+
+$(MODAL_STAMP): constraints-modal.txt
+	rm -rf $(MODAL_VENV)
+	$(PYTHON) -m venv $(MODAL_VENV) || { rm -rf $(MODAL_VENV); \
+	  $(PYTHON) -m pip install -q --target .bootstrap virtualenv && \
+	  PYTHONPATH=.bootstrap $(PYTHON) -m virtualenv -q $(MODAL_VENV); }
+	$(MODAL_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints-modal.txt $(MODAL)
 	@touch $@
 
 install-docs: $(DOCS_STAMP) ## make .venv-docs, which builds the documentation site
@@ -251,7 +277,7 @@ test: $(FOR_TESTS) ## tests/unit and tests/mesh: the test suite
 test-isa: install ## tests/unit as processors with AVX2, AVX-512 and its bfloat16 would run them
 	$(ISA)
 
-test-all: $(FOR_TESTS) install-browser install-slurm install-trl install-verl install-clients ## all tests: these, test-isa, and tests/nightly: kills at any phase, hosts, recipes, long runs
+test-all: $(FOR_TESTS) install-browser install-slurm install-trl install-verl install-skypilot install-modal install-clients ## all tests: these, test-isa, and tests/nightly: kills at any phase, hosts, recipes, long runs
 	$(EACH); $(TIERS); \
 	each $(ISA); \
 	each HYPOTHESIS_PROFILE=night $(PYTEST) -m hypothesis tests/unit tests/mesh; \
@@ -291,6 +317,10 @@ constraints: ## pin in constraints*.txt every package that is installed now
 	  mv .constraints constraints-clients.txt
 	{ sed -n '/^#/p' constraints-llama-index.txt; $(LLAMA_INDEX_VENV)/bin/python $(FROZEN); } > .constraints && \
 	  mv .constraints constraints-llama-index.txt
+	{ sed -n '/^#/p' constraints-skypilot.txt; $(SKYPILOT_VENV)/bin/python $(FROZEN); } > .constraints && \
+	  mv .constraints constraints-skypilot.txt
+	{ sed -n '/^#/p' constraints-modal.txt; $(MODAL_VENV)/bin/python $(FROZEN); } > .constraints && \
+	  mv .constraints constraints-modal.txt
 	{ sed -n '/^#/p' constraints-docs.txt; $(DOCS_VENV)/bin/python $(FROZEN); } > .constraints && \
 	  mv .constraints constraints-docs.txt
 
@@ -366,4 +396,4 @@ soak: install ## SOAK_MINUTES of a server and a run under load, with a kill or a
 	PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.recovery.soak --minutes $(SOAK_MINUTES)
 
 clean: ## remove the environment and every run
-	rm -rf $(VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(VERL_VENV) $(CLIENTS_VENV) $(LLAMA_INDEX_VENV) $(OPEN_WEBUI_VENV) $(DOCS_VENV) .bootstrap runs site
+	rm -rf $(VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(VERL_VENV) $(SKYPILOT_VENV) $(MODAL_VENV) $(CLIENTS_VENV) $(LLAMA_INDEX_VENV) $(OPEN_WEBUI_VENV) $(DOCS_VENV) .bootstrap runs site

@@ -276,6 +276,7 @@ COMMANDS = {
                 "kinds of arms: none,document,on_policy (default: all but routed)"),
         _option("--contamination", None, "what training prompts that double the questions do "
                 "(default: as the run's)", choices=("fail", "warn")),
+        _flag("--unfinished", "also of runs that did not finish: their last checkpoints"),
         _option("--out", "DIR",
                 "where (default: the run; of several, the folder eval beside the first)",
                 type=Path),

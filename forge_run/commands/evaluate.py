@@ -54,6 +54,7 @@ def command(
     asked: str | None,
     arms: str | None,
     contamination: Literal["fail", "warn"] | None,
+    unfinished: bool,
     out: Path | None,
     show: Callable[[str], None] = note,
 ) -> tuple[TableSection, ...]:
@@ -65,7 +66,9 @@ def command(
     chosen = chosen.model_copy(update={k: v for k, v in overrides.items() if v is not None})
     kinds = None if arms is None else [kind.strip() for kind in arms.split(",")]
     home = out or (runs[0].resolve() if len(runs) == 1 else runs[0].resolve().parent / "eval")
-    result = evaluate(runs, chosen, asked=asked, kinds=kinds, out=home, show=show)
+    result = evaluate(
+        runs, chosen, asked=asked, kinds=kinds, out=home, show=show, unfinished=unfinished
+    )
     for plot in plots(result):
         write_atomically(home / plot.file, plot.alone)
     write_atomically(home / "eval.md", markdown(result))
@@ -86,8 +89,9 @@ def evaluate(
     kinds: Sequence[str] | None = None,
     out: Path,
     show: Callable[[str], None] = lambda line: None,
+    unfinished: bool = False,
 ) -> Evaluation:
-    """Measure the runs and write `out`/eval.json and eval_answers.jsonl.
+    """Measure the runs, `unfinished` ones too, and write `out`/eval.json and eval_answers.jsonl.
 
     Callers with a table of their own use it directly: `evaluate(paths, EvalSpec(),
     out=folder)["rows"]`. Raises SpecError or CheckpointError for runs that cannot be compared,
@@ -104,7 +108,7 @@ def evaluate(
     )
 
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    finished = [read_run(path) for path in runs]
+    finished = [read_run(path, unfinished=unfinished) for path in runs]
     require_comparable(finished)
     first = finished[0]
     tokenizer = load_tokenizer(first.learn.model.path)

@@ -77,31 +77,40 @@ class FinishedRun:
         return DocumentsLearn.of(self.spec.learn)
 
 
-def read_run(path: Path) -> FinishedRun:
-    """Return a finished run. Raises SpecError for a folder that is no run, CheckpointError for a
-    run that did not finish or has no checkpoint left."""
+def read_run(path: Path, *, unfinished: bool = False) -> FinishedRun:
+    """Return a finished run, or with `unfinished` also another one, by its last checkpoints. Raises
+    SpecError for a folder that is no run, CheckpointError for a run that did not finish, where that
+    is not allowed, or that has no checkpoint."""
     directory = RunDirectory(path.resolve())
     if not directory.spec.is_file():
         raise SpecError(f"{path} is no run directory: name one, such as runs/longhealth/latest")
     results = directory.read_results() or {}
     status = results.get("status", "unfinished")
-    if status != "finished":
+    if status != "finished" and not unfinished:
         raise CheckpointError(
             f"run {directory.id} is {status}: only finished runs are compared; go on with it by "
-            "forge-run --resume"
+            "forge-run --resume, or compare its last checkpoint by --unfinished"
         )
     spec = load_resolved(directory.spec)
     found, notes = [], []
     last = last_of_arms(directory.checkpoints)
+    rows = [*iter_rows(directory.metrics)] if directory.metrics.is_file() else []
     for arm in TRAINED:
-        tokens = results["tokens_trained"].get(arm)
-        if tokens is None:
+        trained_rows = [row for row in rows if row["arm"] == arm]
+        if arm not in results.get("tokens_trained", {}) and not (unfinished and trained_rows):
             continue
         if arm not in last:
             notes.append(f"run {directory.id} has no checkpoint of its arm {arm}: left out")
             continue
         held = read_all(last[arm])
         source = next(iter(held.values())).facts
+        if status == "finished":
+            tokens = results["tokens_trained"][arm]
+        else:  # rows may be later than the checkpoint
+            step, steps = int(source.source["step"]), spec.learn.train.steps
+            tokens = sum(row["tokens"] for row in trained_rows if row["step"] <= step)
+            of_steps = f" of {steps}" if arm == "on_policy" else ""
+            notes.append(f"run {directory.id} is {status}: {arm} as after step {step}{of_steps}")
         kind = "hybrid" if arm == "on_policy" and results.get("warm_steps") else arm
         cartridges = {name: c.kv for name, c in held.items()}
         found.append(

@@ -9,6 +9,7 @@
 #   the command, slurmctld  login 10.77.0.1 --- bridge --+-- node1 10.77.0.2
 #                                                        +-- node2 10.77.0.3
 #
+# FORGE_SLURM_NODE is what a node has (default: CPUs=4 RealMemory=1000), with Gres=gpu:1 too.
 # $FORGE_SLURM_NODES has a file for each node with the id of a process in its namespace. Needs root.
 # All processes are in a process namespace that ends with this script.
 set -euo pipefail
@@ -44,6 +45,10 @@ ln -sf slurmstepd-wlm "$root/usr/sbin/slurmstepd"
 } >"$root/etc/hosts"
 (umask 077 && head -c 1024 /dev/urandom >"$root/etc/munge/munge.key")
 echo CgroupPlugin=disabled >"$root/etc/slurm/cgroup.conf"
+has=${FORGE_SLURM_NODE:-CPUs=4 RealMemory=1000}
+if [[ $has == *Gres=gpu:1* ]]; then  # a file that is there on every machine
+  echo 'Name=gpu File=/dev/null' >"$root/etc/slurm/gres.conf"
+fi
 cat >"$root/etc/slurm/slurm.conf" <<END
 ClusterName=forge
 SlurmctldHost=login(10.77.0.1)
@@ -64,8 +69,9 @@ ReturnToService=2
 SlurmdTimeout=10
 KillWait=5
 SelectType=select/cons_tres
+GresTypes=gpu
 $(for ((i = 1; i <= nodes; i++)); do
-  echo "NodeName=node$i NodeAddr=10.77.0.$((i + 1)) CPUs=4 RealMemory=1000 State=UNKNOWN"
+  echo "NodeName=node$i NodeAddr=10.77.0.$((i + 1)) $has State=UNKNOWN"
 done)
 PartitionName=main Nodes=ALL Default=YES State=UP
 END

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from s3_server import s3_server
+from slurm_host import SLURM, cannot_start
 from small_run import ROOT, Finished, command, latest, rows, run_to_end, running, same_outcome
 
 FORGE = "import sys; from cartridge_forge.forge_run.cli import forge; sys.exit(forge())"
@@ -90,22 +91,10 @@ def pids_of(path: Path, role: str) -> list[int]:
     return next(e["pids"] for e in events if e["role"] == role)
 
 
-SLURM = ROOT / ".venv/slurm"
 SCENARIO = ROOT / "tests/scenarios/slurm_runs.py"
 STEPS = 20
 
 pytestmark = [pytest.mark.timeout(3000)]  # eight runs
-
-
-def cannot_start() -> str:
-    """Why Slurm cannot be started here; "" where it can."""
-    if not SLURM.is_dir():
-        return "there is no .venv/slurm: make install-slurm, where there is apt"
-    if os.geteuid() != 0:
-        return "a real Slurm in namespaces needs root"
-    trial = ["unshare", "--mount", "--net", "--uts", "--pid", "--fork", "ip", "link"]
-    done = subprocess.run(trial, capture_output=True, text=True, timeout=60)
-    return f"namespaces cannot be made here: {done.stderr.strip()}" if done.returncode else ""
 
 
 @pytest.fixture(scope="module")

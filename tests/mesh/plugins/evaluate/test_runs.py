@@ -208,6 +208,21 @@ def test_an_arm_without_a_checkpoint_is_told_of(tmp_path: Path) -> None:
     assert run.notes == ("run r has no checkpoint of its arm on_policy: left out",)
 
 
+def test_the_last_checkpoint_of_a_run_that_did_not_finish(tmp_path: Path) -> None:
+    stopped = finished_run(tmp_path / "s", {"on_policy": cartridges()}, status="stopped")
+    # The checkpoint is of step 5: what was trained after it is not in its cartridges.
+    rows = [{"arm": "on_policy", "step": step, "tokens": 10 * step} for step in (4, 5, 6)]
+    (stopped / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for status in ("stopped", "unfinished"):
+        run = read_run(stopped, unfinished=True)
+        assert [(t.kind, t.step, t.tokens) for t in run.trained] == [("on_policy", 5, 90)]
+        assert run.notes == (f"run s is {status}: on_policy as after step 5 of {run.learn.train.steps}",)
+        (stopped / "results.json").unlink(missing_ok=True)
+    (stopped / "metrics.jsonl").unlink()
+    with pytest.raises(CheckpointError, match="run s has no checkpoint of an arm"):
+        read_run(stopped, unfinished=True)
+
+
 def test_runs_that_cannot_be_evaluated(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="is no run directory"):
         read_run(tmp_path)

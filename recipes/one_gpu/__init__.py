@@ -1,0 +1,1 @@
+"""Train and measure the published setting on one rented GPU, within a stated budget."""
