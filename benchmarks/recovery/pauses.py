@@ -32,6 +32,11 @@ from cartridge_forge.protocols.files import append_rows, read_rows
 STEPS = 12
 SETS: dict[str, Any] = {**STALE, "train.steps": STEPS}
 END_S = 1800.0  # beside other work
+ATTEMPTS = 9
+
+
+class TooLate(Exception):
+    """Report that a run ended before it could be stopped."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +67,26 @@ def drawn(short: int, long: int) -> list[Pause]:
 
 def run_pause(pause: Pause, reference: Path) -> Pause:
     """Make one pause in a run of its own, and return it with its end."""
+    for _ in range(ATTEMPTS):
+        with suppress(TooLate):
+            return attempt(pause, reference)
+    raise SystemExit(f"{ATTEMPTS} runs ended before step {pause.step} was seen")
+
+
+def attempt(pause: Pause, reference: Path) -> Pause:
+    """Make one pause in a run of its own, and return it with its end. Raises TooLate where the run
+    ended well before a busy machine let this process see its step."""
     with tempfile.TemporaryDirectory(prefix="pause-") as folder:
         root = Path(folder)
         fault = ""
         with running(command(root, **SETS), root) as run:
-            if pause.step:
-                run.wait_for("on_policy", pause.step, END_S)
+            try:
+                if pause.step:
+                    run.wait_for("on_policy", pause.step, END_S)
+            except AssertionError:
+                if run.process.poll() == 0:
+                    raise TooLate from None
+                raise
             time.sleep(pause.after_s)
             pids = run.alive()
             for number in (signal.SIGSTOP, signal.SIGCONT):
