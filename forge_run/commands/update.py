@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from cartridge_forge.forge_run.child import in_child
 from cartridge_forge.forge_run.commands import note
@@ -131,5 +130,4 @@ def _train(
     read = read_documents([str(text)], ReadOptions())
     chosen = in_child(plan_run, learn, read, manifest.tokens, None, minutes, basis)
     settings = [*chosen, *basis]
-    names: dict[str, Any] = {STEM: manifest.name}
-    return train(settings, serve, model.path, names, manifest.name, run_dir)
+    return train(settings, serve, model.path, {STEM: manifest.name}, manifest.name, run_dir)

@@ -176,7 +176,7 @@ class RequestHandler:
             if request.supported is not None:
                 with refusing(400, "forge.passages", "document_unknown"):
                     document = await loop.run_in_executor(
-                        self.parsing, stored_text, *request.entries
+                        self.parsing, stored_text, request.entries[0]
                     )
             answering = AnswerContext(
                 self, request, prefix, stack.pop_all(), deadline, reserved,
