@@ -6,7 +6,8 @@
 
 Each folder has a README.md that says how to use it, and export.json with what a program needs:
 
-    before, after   ids around a question in a chat of one turn; the ids of the question are between
+    before, after   ids around a question in a chat of one turn. `chat` is false where there are
+                    none, and a prompt is then plain text
     placeholder     the id that stands P times for the cartridge in a prompt
 
 What an engine cannot hold is refused here, with the reason: a file that is read and gives another
@@ -43,7 +44,6 @@ from cartridge_forge.training.renderer import ChatRenderer
 PLACEHOLDER = 0  # any id of the vocabulary: it is never embedded
 XLLAMACPP = "xllamacpp==2026.10.11549"  # which writes and reads `llama_session.VERSION`
 SCRIPTS = Path(__file__).with_name("scripts")
-PAGE = "docs/how-to/export.md"
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ def export(
     return request.cartridge
 
 
-def chat_turn(model: Path) -> tuple[list[int], list[int]]:
+def chat_turn(model: Path) -> tuple[list[int], list[int]] | None:
     """Return the ids before and after a question that follows a cartridge, up to where the answer
-    begins; none for a model that does not chat. Raises DataError for a chat template that has none
-    such."""
+    begins; None for a model that does not chat, and for a tokenizer that joins a question with the
+    text around it."""
     tokenizer = tokenizer_of(str(model))
     if not tokenizer.chat_template:
-        return [], []
+        return None
     renderer = ChatRenderer(tokenizer, {"document": "x"})
 
     def rendered(question: str) -> list[int]:
@@ -101,12 +101,7 @@ def chat_turn(model: Path) -> tuple[list[int], list[int]]:
     before = _shared(first, second)
     after = _shared(first[::-1], second[::-1])[::-1]
     question_ids = tokenizer(QUESTIONS[2], add_special_tokens=False).input_ids
-    if [*before, *question_ids, *after] != third:
-        raise DataError(
-            f"the chat template of {model} changes its tokens with the question, so that no fixed "
-            "ids stand around one: serve the cartridge with forge serve"
-        )
-    return before, after
+    return (before, after) if [*before, *question_ids, *after] == third else None
 
 
 QUESTIONS = ("Who?", "what is it", "When was this, and by whom?")
@@ -120,12 +115,13 @@ def _shared(a: list[int], b: list[int]) -> list[int]:
 
 def _write_facts(request: ExportRequest, folder: Path, **more: Any) -> dict[str, Any]:
     """Write export.json and return its contents."""
-    before, after = chat_turn(request.model)
+    turn = chat_turn(request.model)
+    before, after = turn or ([], [])
     facts = {
         "cartridge": request.name, "tokens": request.cartridge.tokens,
         "model": str(request.model.absolute()), "dtype": request.cartridge.dtype,
-        "weights_sha256": request.cartridge.facts.weights_sha256, "before": before, "after": after,
-        **more,
+        "weights_sha256": request.cartridge.facts.weights_sha256, "chat": turn is not None,
+        "before": before, "after": after, **more,
     }  # fmt: skip
     (folder / "export.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return facts
@@ -293,8 +289,14 @@ ENGINES: Mapping[str, ExportEngine] = {
 }
 REFUSED: Mapping[str, str] = {
     "sglang": (
-        "SGLang is not exported to: sglang 0.5.23 has wheels for CUDA alone (it requires "
-        "sglang-kernel, flashinfer_python[cu13] and torch 2.14.1), so that no test here could "
-        f"compare its tokens with ours; export it --for vllm, or serve it with forge serve ({PAGE})"
+        "there is no export for SGLang: sglang 0.5.23 is for CUDA alone (it requires torch 2.14.1, "
+        "sglang-kernel and flashinfer_python[cu13]), so that its tokens could not be compared with "
+        "ours; export it --for vllm, or serve it with forge serve"
+    ),
+    "lmcache": (
+        "there is no export for LMCache: lmcache 0.5.6 requires cupy-cuda13x, cuda-python, numpy "
+        "2.2.6 or older and protobuf below 7, beside which neither this project nor its vLLM can "
+        "be installed, so that no read of its store was tried; export it --for vllm, whose library "
+        "lies on a disk that several servers share"
     ),
 }
