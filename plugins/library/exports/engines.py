@@ -115,12 +115,12 @@ def _shared(a: list[int], b: list[int]) -> list[int]:
 
 def _write_facts(request: ExportRequest, folder: Path, **more: Any) -> dict[str, Any]:
     """Write export.json and return its contents."""
-    turn = chat_turn(request.model)
+    turn, made_of = chat_turn(request.model), request.cartridge.facts
     before, after = turn or ([], [])
     facts = {
         "cartridge": request.name, "tokens": request.cartridge.tokens,
         "model": str(request.model.absolute()), "dtype": request.cartridge.dtype,
-        "weights_sha256": request.cartridge.facts.weights_sha256, "chat": turn is not None,
+        "weights_sha256": made_of.weights_sha256, "weights_dtype": made_of.weights_dtype or "auto", "chat": turn is not None,
         "before": before, "after": after, **more,
     }  # fmt: skip
     (folder / "export.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -226,8 +226,9 @@ def _write_llama(request: ExportRequest, folder: Path) -> str:
         With llama-server of the same age (b11549, session files of version 4):
 
             llama-server -m MODEL.gguf -c 4096 -np 1 -ctk {kind} -ctv {kind} -fa off --slot-save-path .
-            curl localhost:8080/slots/0?action=restore -d '{{"filename": "session.exact.bin"}}'
-            curl localhost:8080/completion -d @request.json
+            curl -H 'Content-Type: application/json' 'localhost:8080/slots/0?action=restore' \\
+              -d '{{"filename": "session.exact.bin"}}'
+            curl -H 'Content-Type: application/json' localhost:8080/completion -d @request.json
 
         request.json is a request of one question, in place of QUESTION. A prompt begins with
         {cartridge.tokens} times the id {PLACEHOLDER}, which stand for the cartridge: `timings.cache_n`

@@ -12,6 +12,7 @@ from typing import Any
 import xllamacpp
 
 FOLDER = Path(__file__).resolve().parent
+LEAST_CONTEXT = 128  # tokens behind the cartridge
 
 
 class CartridgeServer:
@@ -26,7 +27,7 @@ class CartridgeServer:
         self.file = "session.exact.bin" if exact else "session.flash.bin"
         params = xllamacpp.CommonParams()
         params.model.path = str(gguf)
-        params.n_ctx, params.n_parallel = context, 1
+        params.n_ctx, params.n_parallel = max(context, self.facts["tokens"] + LEAST_CONTEXT), 1
         params.n_gpu_layers = 0
         params.port = 0
         params.slot_save_path = f"{folder}/"

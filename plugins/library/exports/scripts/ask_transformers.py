@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=facts["weights_dtype"])
     question_ids = tokenizer(options.question, add_special_tokens=False).input_ids
     prompt_ids = [*facts["before"], *question_ids, *facts["after"]]
     ids = answer_ids(model, prompt_ids, max_new_tokens=options.max_tokens)
