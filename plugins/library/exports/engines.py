@@ -120,8 +120,9 @@ def _write_facts(request: ExportRequest, folder: Path, **more: Any) -> dict[str,
     facts = {
         "cartridge": request.name, "tokens": request.cartridge.tokens,
         "model": str(request.model.absolute()), "dtype": request.cartridge.dtype,
-        "weights_sha256": made_of.weights_sha256, "weights_dtype": made_of.weights_dtype or "auto", "chat": turn is not None,
-        "before": before, "after": after, **more,
+        "weights_sha256": made_of.weights_sha256,
+        "weights_dtype": made_of.weights_dtype or "auto",
+        "chat": turn is not None, "before": before, "after": after, **more,
     }  # fmt: skip
     (folder / "export.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return facts
