@@ -55,15 +55,6 @@ class ExportRequest:
     model: Path
 
 
-@dataclass(frozen=True)
-class ExportEngine:
-    """Export to one engine: `write(request, folder)` fills a new folder and returns the lines of
-    its README. Both raise DataError; `check(request)` before anything is written."""
-
-    check: Callable[[ExportRequest], None]
-    write: Callable[[ExportRequest, Path], str]
-
-
 def export(
     cartridge: CartridgeFile, name: str, engine: str, model: Path, folder: Path
 ) -> CartridgeFile:
@@ -76,12 +67,17 @@ def export(
         raise DataError(f"there is no engine {engine}; there are {', '.join((*ENGINES, *REFUSED))}")
     base = read_base(model)
     require_fit(cartridge, base)
+    if partial := partial_layer(model):
+        number, kind = partial
+        raise DataError(
+            f"layer {number} of {model} keeps a {kind} and not all positions, and an export fills "
+            "layers that see the whole text: serve the cartridge with forge serve"
+        )
     request = ExportRequest(made_for(cartridge, base), name, model)
-    ENGINES[engine].check(request)
-    with new_path(folder) as partial:
-        partial.mkdir(mode=0o700)  # it is as confidential as its document
-        text = ENGINES[engine].write(request, partial)
-        (partial / "README.md").write_text(text, encoding="utf-8")
+    with new_path(folder) as fresh:
+        fresh.mkdir(mode=0o700)  # it is as confidential as its document
+        text = ENGINES[engine](request, fresh)
+        (fresh / "README.md").write_text(text, encoding="utf-8")
     return request.cartridge
 
 
@@ -98,10 +94,10 @@ def chat_turn(model: Path) -> tuple[list[int], list[int]] | None:
         return list(renderer.opening("document", [AgentMessage("user", question)]))
 
     first, second, third = map(rendered, QUESTIONS)
-    before = _shared(first, second)
-    after = _shared(first[::-1], second[::-1])[::-1]
+    head = _shared(first, second)
+    tail = _shared(first[::-1], second[::-1])[::-1]
     question_ids = tokenizer(QUESTIONS[2], add_special_tokens=False).input_ids
-    return (before, after) if [*before, *question_ids, *after] == third else None
+    return (head, tail) if [*head, *question_ids, *tail] == third else None
 
 
 QUESTIONS = ("Who?", "what is it", "When was this, and by whom?")
@@ -116,13 +112,13 @@ def _shared(a: list[int], b: list[int]) -> list[int]:
 def _write_facts(request: ExportRequest, folder: Path, **more: Any) -> dict[str, Any]:
     """Write export.json and return its contents."""
     turn, made_of = chat_turn(request.model), request.cartridge.facts
-    before, after = turn or ([], [])
+    head, tail = turn or ([], [])
     facts = {
         "cartridge": request.name, "tokens": request.cartridge.tokens,
         "model": str(request.model.absolute()), "dtype": request.cartridge.dtype,
         "weights_sha256": made_of.weights_sha256,
         "weights_dtype": made_of.weights_dtype or "auto",
-        "chat": turn is not None, "before": before, "after": after, **more,
+        "chat": turn is not None, "before": head, "after": tail, **more,
     }  # fmt: skip
     (folder / "export.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return facts
@@ -140,10 +136,6 @@ def _heading(request: ExportRequest, engine: str) -> str:
         (`weights_sha256` of export.json) and no others.
 
         """)  # noqa: E501 - the lines of a page, with names filled in
-
-
-def _any_model(request: ExportRequest) -> None:
-    """Accept every model: transformers' own cache has a kind of layer for each."""
 
 
 def _write_transformers(request: ExportRequest, folder: Path) -> str:
@@ -166,23 +158,7 @@ def _write_transformers(request: ExportRequest, folder: Path) -> str:
 
         `ids` are those of the prompt alone, without a first BOS token: the cartridge has it. `before` and
         `after` of export.json are the ids around a question.
-        """)  # noqa: E501
-
-
-def _full_sight(engine: str, request: ExportRequest) -> None:
-    """Raise DataError for a model with a layer that does not keep all positions."""
-    if partial := partial_layer(request.model):
-        number, kind = partial
-        raise DataError(
-            f"layer {number} of {request.model} keeps a {kind} and not all positions, and {engine} "
-            "has such layers in a second cache, which an export does not fill: export it --for "
-            "transformers, or serve it with forge serve"
-        )
-
-
-def _check_llama(request: ExportRequest) -> None:
-    _full_sight("llama.cpp", request)
-    _llama_family(request)
+        """)  # noqa: E501 - the lines of a page, with names filled in
 
 
 def _llama_family(request: ExportRequest) -> bool:
@@ -239,11 +215,7 @@ def _write_llama(request: ExportRequest, folder: Path) -> str:
         session.exact.bin is for `-fa off`, session.flash.bin for `-fa on`. On a CPU llama.cpp rounds
         attention to half precision with `-fa on`, its default. The types of keys and values are those
         of the cartridge ({kind}); a context with others refuses the file.
-        """)  # noqa: E501
-
-
-def _check_vllm(request: ExportRequest) -> None:
-    _full_sight("vLLM", request)
+        """)  # noqa: E501 - the lines of a page, with names filled in
 
 
 def _write_vllm(request: ExportRequest, folder: Path) -> str:
@@ -281,14 +253,13 @@ def _write_vllm(request: ExportRequest, folder: Path) -> str:
         - A version that is added to library/ while the server runs serves the next request.
         - One cartridge a request. `forge serve` composes several.
         - Asynchronous scheduling is refused: the server does not start with it.
-        """)  # noqa: E501
+        """)  # noqa: E501 - the lines of a page, with names filled in
 
 
-ENGINES: Mapping[str, ExportEngine] = {
-    "transformers": ExportEngine(_any_model, _write_transformers),
-    "llama.cpp": ExportEngine(_check_llama, _write_llama),
-    "vllm": ExportEngine(_check_vllm, _write_vllm),
-}
+# Each fills a new folder and returns the text of its README. It raises DataError.
+ENGINES: Mapping[str, Callable[[ExportRequest, Path], str]] = {
+    "transformers": _write_transformers, "llama.cpp": _write_llama, "vllm": _write_vllm,
+}  # fmt: skip
 REFUSED: Mapping[str, str] = {
     "sglang": (
         "there is no export for SGLang: sglang 0.5.23 is for CUDA alone (it requires torch 2.14.1, "
