@@ -29,7 +29,7 @@ class CartridgeServer:
         params.model.path = str(gguf)
         params.n_ctx, params.n_parallel = max(context, self.facts["tokens"] + LEAST_CONTEXT), 1
         params.n_gpu_layers = 0
-        params.port = 0
+        params.port, params.verbosity = 0, 0  # any free port; warnings alone
         params.slot_save_path = f"{folder}/"
         kind = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{self.facts['cache_type'].upper()}")
         params.cache_type_k = params.cache_type_v = kind
