@@ -28,6 +28,7 @@ from cartridge_forge.protocols.errors import ForgeError
 INTERRUPTED = 130  # a shell's code for a process that Ctrl-C ended
 FORMATS = ("forge", "hazy", "peft", "tokasaurus")
 DTYPES = ("float32", "bfloat16", "float16")
+ENGINES = ("transformers", "llama.cpp", "vllm", "sglang", "lmcache")
 
 # The modules of commands that are not in forge_run.commands, by the name in `Command.handler`.
 ELSEWHERE = {
@@ -382,6 +383,15 @@ COMMANDS = {
                 type=whole_number),
         _there("--text", "FILE", "with --document-tokens: biases of the cache are folded into keys "
                "by the model's queries on this text (default: on what it writes itself)"),
+    )),
+    "export": Command("write a cartridge for another engine to serve", "export:export", (
+        *LIBRARY,
+        _option("cartridge", "CARTRIDGE", f"{NAMED} of the library; or {SOURCE}"),
+        _option("--for", None, "the engine", dest="engine", choices=ENGINES, required=True),
+        _option("--out", "DIR", "the folder to write, which must not be there", type=Path,
+                required=True),
+        _option("--name", "NAME", "which cartridge of a run; what it is called"),
+        _option("--dtype", None, "of the exported numbers (default: as they are)", choices=DTYPES),
     )),
     "inspect": Command("shapes, norms and provenance of a cartridge", "convert:inspect",
                        (_there("source", "PATH", SOURCE), *CHOICE)),

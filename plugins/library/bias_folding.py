@@ -36,7 +36,12 @@ from cartridge_forge.plugins.library.attention_matching import (
     spans,
 )
 from cartridge_forge.plugins.library.formats import kv_cache
-from cartridge_forge.plugins.library.formats.base_model import made_for, misfits_of, read_base
+from cartridge_forge.plugins.library.formats.base_model import (
+    made_for,
+    misfits_of,
+    partial_layer,
+    read_base,
+)
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile, Provenance
 from cartridge_forge.plugins.library.reference_rows import (
     MOST_ROWS,
@@ -129,22 +134,13 @@ def _folded(
 def _check_sight(model: Path) -> None:
     """Raise DataError for a model with a layer that does not see all positions: where the entries
     stood is not known, so neither is which of them a token saw."""
-    from transformers import AutoConfig, DynamicCache  # slow: see learning.model
-    from transformers.cache_utils import DynamicLayer
-
-    try:
-        layers = DynamicCache(config=AutoConfig.from_pretrained(str(model))).layers
-    except (OSError, ValueError) as error:
+    if partial := partial_layer(model):
+        number, kind = partial
         raise DataError(
-            f"the kinds of layers of {model} are not known: {str(error).splitlines()[0]}"
-        ) from error
-    for number, layer in enumerate(layers):
-        if type(layer) is not DynamicLayer:
-            raise DataError(
-                f"layer {number} of {model} keeps a {type(layer).__name__} and not all positions, "
-                "and a compacted cache does not say where its entries stood: use a model whose "
-                "layers all see the whole text, or train a cartridge"
-            )
+            f"layer {number} of {model} keeps a {kind} and not all positions, and a compacted "
+            "cache does not say where its entries stood: use a model whose layers all see the "
+            "whole text, or train a cartridge"
+        )
 
 
 @dataclass

@@ -59,6 +59,24 @@ def read_base(model: Path) -> BaseModelInfo:
         ) from error
 
 
+def partial_layer(model: Path) -> tuple[int, str] | None:
+    """Return the first layer of a model that does not keep all positions, and the name of what
+    transformers keeps for it; None where all layers do. Raises DataError for no model."""
+    from transformers import AutoConfig, DynamicCache  # slow: see learning.model
+    from transformers.cache_utils import DynamicLayer
+
+    try:
+        layers = DynamicCache(config=AutoConfig.from_pretrained(str(model))).layers
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"the kinds of layers of {model} are not known: {str(error).splitlines()[0]}"
+        ) from error
+    for number, layer in enumerate(layers):
+        if type(layer) is not DynamicLayer:
+            return number, type(layer).__name__
+    return None
+
+
 def model_name(path: str) -> str:
     """Return a model's usual name: the name of a directory, or a hub id as it is."""
     local = Path(path)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,16 +33,24 @@ class CartridgeFormat:
     save: Callable[[CartridgeFile, Path], None]
 
     def write(self, cartridge: CartridgeFile, path: Path, force: bool = False) -> None:
-        """Write a file or directory as a whole (`protocols.files.replacing`).
-
-        Raises DataError where `path` exists, unless `force`: then it is replaced at the end.
-        """
-        if os.path.lexists(path) and not force:
-            raise DataError(f"{path} is there already; give another path, or --force to replace it")
-        if not path.parent.is_dir():
-            raise DataError(f"there is no directory {path.parent} to write {path.name} in; make it")
-        with replacing(path) as partial:
+        """Write a file or directory as `new_path` does."""
+        with new_path(path, force) as partial:
             self.save(cartridge, partial)
+
+
+@contextmanager
+def new_path(path: Path, force: bool = False) -> Iterator[Path]:
+    """Yield a path to write a file or directory at, which is at `path` as a whole when the block
+    ends (`protocols.files.replacing`).
+
+    Raises DataError where `path` exists, unless `force`: then it is replaced at the end.
+    """
+    if os.path.lexists(path) and not force:
+        raise DataError(f"{path} is there already; give another path, or --force to replace it")
+    if not path.parent.is_dir():
+        raise DataError(f"there is no directory {path.parent} to write {path.name} in; make it")
+    with replacing(path) as partial:
+        yield partial
 
 
 FORMATS = {

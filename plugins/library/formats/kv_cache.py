@@ -1,4 +1,5 @@
-"""Read KV caches that other programs compacted: the keys, values and biases of each layer.
+"""Read KV caches that other programs compacted: the keys, values and biases of each layer; write
+them for others.
 
     NAME.pt             torch.save of a list of (keys, values), or of (keys, biases, values), one
                         tuple for each layer; or of a transformers DynamicCache
@@ -78,6 +79,16 @@ def read(path: Path) -> CompactedCache:
         except BrokenLimitError as error:
             raise DataError(f"{path.name} is refused: it {error}") from None
         return checked(_tensors(file), path.name)
+
+
+def save(kv: Tensor, file: Path, metadata: Mapping[str, str]) -> None:
+    """Write keys and values [L, 2, H_kv, P, D] as the tensors of a `.safetensors`."""
+    parts = {
+        f"{kind}.{number}": layer[axis][None].contiguous()
+        for number, layer in enumerate(kv)
+        for axis, kind in enumerate(("keys", "values"))
+    }
+    save_file(parts, file, metadata=dict(metadata))
 
 
 def unpack(path: Path, into: Path) -> None:
