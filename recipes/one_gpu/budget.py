@@ -47,7 +47,7 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class Workload:
-    """Describe the run that is planned. `study_ratio` are the self-study prompts that are writing
+    """Describe the run that is planned. `study_ratio` are the self-study prompts that are written
     for each that is trained on, 0 without self-study."""
 
     documents: int
