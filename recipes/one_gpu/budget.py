@@ -93,14 +93,14 @@ def measured_costs() -> StepCosts:
     ready = [event["seconds"] for event in run["events"] if event["event"] == "role_ready"]
     last = steps[-1]
     rows = {row["name"]: row["figures"] for row in phases["rows"]}
-    alone = sum(rows[f"{phase}, embedded"]["seconds"] for phase in ("teacher", "student"))
+    computed = sum(rows[f"{phase}, embedded"]["seconds"] for phase in ("teacher", "student"))
     return StepCosts(
         source=f"{run['device']['name']}, studies/performance, {RUN_RECORD} and {PHASES_RECORD}",
         start_s=max(ready),
         first_step_s=steps[0]["step"],
         step_s=last["step"],
         tokens_per_s=run["metrics"][-1]["tokens"] / last["rollout"],
-        phases_s=last["rollout"] + alone + last["publish"] + last["orchestration"],
+        phases_s=last["rollout"] + computed + last["publish"] + last["orchestration"],
     )
 
 
@@ -127,14 +127,14 @@ def plan(dollars: float, price: float, work: Workload, costs: StepCosts) -> Budg
     seconds = HOUR * dollars / price
     evaluation = work.arms * work.questions * work.answer_tokens / costs.tokens_per_s
     start = costs.start_s + max(0.0, costs.first_step_s - costs.step_s)
-    written = work.prompts * work.study_ratio * work.study_tokens / costs.tokens_per_s
-    each = costs.step_s + written
+    writing = work.prompts * work.study_ratio * work.study_tokens / costs.tokens_per_s
+    one_step = costs.step_s + writing
     fixed = start + evaluation + GRACE_SECONDS
     training = (1 - SPARE) * seconds - fixed
-    steps = max(0, math.floor(training / each))
+    steps = max(0, math.floor(training / one_step))
 
     def dollars_of(count: int) -> float:
-        return math.ceil(100 * price / HOUR * (fixed + count * each) / (1 - SPARE)) / 100
+        return math.ceil(100 * price / HOUR * (fixed + count * one_step) / (1 - SPARE)) / 100
 
     least_prompts = work.documents * least_prompts_of(work)
     least_dollars = dollars_of(math.ceil(least_prompts / work.prompts))
@@ -147,8 +147,8 @@ def plan(dollars: float, price: float, work: Workload, costs: StepCosts) -> Budg
     prompts = steps * work.prompts / work.documents
     return BudgetPlan(
         seconds=seconds, start_s=start, evaluation_s=evaluation, training_s=training,
-        each_step_s=each, steps=steps, prompts_per_document=prompts, least_dollars=least_dollars,
-        shows_nothing=prompts < least_prompts_of(work),
+        each_step_s=one_step, steps=steps, prompts_per_document=prompts,
+        least_dollars=least_dollars, shows_nothing=prompts < least_prompts_of(work),
     )  # fmt: skip
 
 

@@ -97,11 +97,11 @@ def catching() -> Iterator[CaughtSignal]:
     """Catch the signals that end a machine, until the block ends."""
     caught = CaughtSignal()
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.signal(number, caught.note) for number in numbers}
+    handlers = {number: signal.signal(number, caught.note) for number in numbers}
     try:
         yield caught
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
@@ -175,8 +175,9 @@ def model_sets(model: str) -> tuple[list[str], list[str]]:
     if name not in model_names():
         add_model(model, name)
     overlay = OVERLAYS.get(model)
-    known = model == LLAMA or overlay is not None
-    sets = [f"model.path={name}"] + ([] if known else ["model.shape=null"])
+    sets = [f"model.path={name}"]
+    if model != LLAMA and overlay is None:
+        sets.append("model.shape=null")
     return [str(overlay)] if overlay else [], sets
 
 
@@ -223,28 +224,28 @@ def main(argv: Sequence[str] | None = None, clock: Clock = time.time) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
+    args = argparse.ArgumentParser(
         prog="python -m recipes.one_gpu.run", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    made.add_argument("--model", default=LLAMA, help="hub id or directory (default: %(default)s)")
-    made.add_argument("--data", help="the LongHealth file: a path or URL; it is not shipped")
-    made.add_argument("--dollars", type=float, required=True, help="the whole budget")
-    made.add_argument("--price", type=float, required=True, help="dollars an hour of the machine")
-    made.add_argument("--out", type=Path, required=True, help="a folder that outlives the machine")
-    made.add_argument("--run-dir", type=Path, help="where runs are kept (default: OUT/runs)")
-    made.add_argument("--since", type=float, help="when the machine's bill began, in seconds since "
+    args.add_argument("--model", default=LLAMA, help="hub id or directory (default: %(default)s)")
+    args.add_argument("--data", help="the LongHealth file: a path or URL; it is not shipped")
+    args.add_argument("--dollars", type=float, required=True, help="the whole budget")
+    args.add_argument("--price", type=float, required=True, help="dollars an hour of the machine")
+    args.add_argument("--out", type=Path, required=True, help="a folder that outlives the machine")
+    args.add_argument("--run-dir", type=Path, help="where runs are kept (default: OUT/runs)")
+    args.add_argument("--since", type=float, help="when the machine's bill began, in seconds since "
                       "1970 (default: now)")  # fmt: skip
-    made.add_argument("--spent", type=float, default=0.0, help="dollars spent before OUT was there")
-    made.add_argument("--mesh", default=str(MESH), help="the mesh file (default: %(default)s)")
-    made.add_argument("--costs", type=Path, help="JSON of another machine's costs (README.md)")
-    made.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE",
+    args.add_argument("--spent", type=float, default=0.0, help="dollars spent before OUT was there")
+    args.add_argument("--mesh", default=str(MESH), help="the mesh file (default: %(default)s)")
+    args.add_argument("--costs", type=Path, help="JSON of another machine's costs (README.md)")
+    args.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE",
                       help="a key of the mesh or the config, as of forge-run")  # fmt: skip
-    made.add_argument("--trial", action="store_true", help="go on though it can show nothing")
-    made.add_argument(
+    args.add_argument("--trial", action="store_true", help="go on though it can show nothing")
+    args.add_argument(
         "--dry-run", action="store_true", help="print the plan; fetch and run nothing"
     )
-    return made
+    return args
 
 
 def go(options: argparse.Namespace, clock: Clock) -> int:
@@ -274,18 +275,18 @@ def go(options: argparse.Namespace, clock: Clock) -> int:
             return 0
     spending = Spending(out / "spending.json", options.price, options.spent)
     spending.begin(options.since or began, began)
-    kept = kept_plan(out / "plan.json", planned)
-    if kept.steps != planned.steps:
-        print(f"the run that was planned first goes on: {kept.steps} steps")
+    first = kept_plan(out / "plan.json", planned)
+    if first.steps != planned.steps:
+        print(f"the run that was planned first goes on: {first.steps} steps")
     # Of the whole budget: what was spent counts as seconds that have passed.
-    whole = replace(kept, seconds=HOUR * options.dollars / options.price)
-    sets = [*options.sets, *budget_sets(whole, work, costs)]
+    total = replace(first, seconds=HOUR * options.dollars / options.price)
+    sets = [*options.sets, *budget_sets(total, work, costs)]
     if options.data is not None:
         charts = fetch_charts(options.data, out)
         sets.append(f"data.path={charts}")
     overlays, chosen = model_sets(options.model)
     recipe = Recipe(
-        options, whole, spending, out, [*sets, *chosen], overlays, base.mesh.name, clock
+        options, total, spending, out, [*sets, *chosen], overlays, base.mesh.name, clock
     )
     with catching() as caught:
         return recipe.run(caught)

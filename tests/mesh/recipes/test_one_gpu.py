@@ -160,7 +160,9 @@ def test_the_money_ends_in_training_and_the_checkpoint_is_measured(
     newest = max(path for path in (run / "checkpoints").glob("version-*"))
     step = json.loads((newest / "manifest.json").read_text())["facts"]["step"]
     assert table["steps"] == step >= 2
-    assert f"run {table['run']} is stopped: on_policy as after step {step} of 1000" in table["notes"]
+    assert (
+        f"run {table['run']} is stopped: on_policy as after step {step} of 1000" in table["notes"]
+    )
     assert [row["name"] for row in table["rows"][3:]] == [
         "no document", "the document's first tokens as a cartridge, untrained",
         "cartridge trained on policy", "the whole document in the prompt",

@@ -150,14 +150,13 @@ def test_the_table_beside_the_published_figures(tmp_path: Path) -> None:
     rows = [*published_rows(), *measured_rows(arms, "this run, step 7")]
     facts = {"spent_dollars": 3.456, "dollars": 20.0, "spent_seconds": 5400.0, "price": 2.5}
     text = write_table(tmp_path, rows, facts, ["a note"])
+    seed = "seed specification: 40 questions about two patients"
     # Wilson's interval of 12 and of 19 of 40, by its formula with z = 1.959964.
     assert text == (tmp_path / "table.md").read_text()
     lines = text.splitlines()
     assert lines[2:7] == [
-        "| published: no cartridge | 30.0% | 18.1% to 45.4% | 40 | seed specification: 40 questions "
-        "about two patients |",
-        "| published: cartridge trained offline | 47.5% | 32.9% to 62.5% | 40 | seed specification: "
-        "40 questions about two patients |",
+        f"| published: no cartridge | 30.0% | 18.1% to 45.4% | 40 | {seed} |",
+        f"| published: cartridge trained offline | 47.5% | 32.9% to 62.5% | 40 | {seed} |",
         "| published: cartridge from the first tokens of the document, trained offline | 55.3% | "
         "not given | not given | the paper's LongHealth; no interval is given |",
         "| no document | 25.0% | 21.0% to 29.0% | 400 | this run, step 7 |",

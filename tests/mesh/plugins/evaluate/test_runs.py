@@ -216,7 +216,9 @@ def test_the_last_checkpoint_of_a_run_that_did_not_finish(tmp_path: Path) -> Non
     for status in ("stopped", "unfinished"):
         run = read_run(stopped, unfinished=True)
         assert [(t.kind, t.step, t.tokens) for t in run.trained] == [("on_policy", 5, 90)]
-        assert run.notes == (f"run s is {status}: on_policy as after step 5 of {run.learn.train.steps}",)
+        assert run.notes == (
+            f"run s is {status}: on_policy as after step 5 of {run.learn.train.steps}",
+        )
         (stopped / "results.json").unlink(missing_ok=True)
     (stopped / "metrics.jsonl").unlink()
     with pytest.raises(CheckpointError, match="run s has no checkpoint of an arm"):
