@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 
-from cartridge_forge.plugins.library.bias_folding import LayerFolding, read_compacted
+from cartridge_forge.plugins.library.formats.bias_folding import LayerFolding, read_compacted
 from cartridge_forge.plugins.library.formats import convert as formats
 from cartridge_forge.plugins.library.formats.base_model import (
     made_for,

@@ -46,7 +46,7 @@ class StepCosts:
 
 
 @dataclass(frozen=True)
-class Workload:
+class PublishedWork:
     """Describe the run that is planned. `study_ratio` are the self-study prompts that are written
     for each that is trained on, 0 without self-study."""
 
@@ -118,7 +118,7 @@ def read_costs(path: Path) -> StepCosts:
     return costs
 
 
-def plan(dollars: float, price: float, work: Workload, costs: StepCosts) -> BudgetPlan:
+def plan(dollars: float, price: float, work: PublishedWork, costs: StepCosts) -> BudgetPlan:
     """Return the steps that a budget buys at a price an hour. Raises SpecError for a budget that
     does not buy one step, with the dollars that do."""
     for name, value in (("--dollars", dollars), ("--price", price)):
@@ -152,7 +152,7 @@ def plan(dollars: float, price: float, work: Workload, costs: StepCosts) -> Budg
     )  # fmt: skip
 
 
-def least_prompts_of(work: Workload) -> int:
+def least_prompts_of(work: PublishedWork) -> int:
     """Return the prompts a document below which nothing can be shown: with fewer, the answers that
     are trained on cannot have as many tokens as the document, for each kind of prompt."""
     return math.ceil(KINDS * work.document_tokens / work.response_tokens)
@@ -214,7 +214,7 @@ def _session(row: Any) -> dict[str, float]:
 
 
 def plan_lines(
-    dollars: float, price: float, work: Workload, costs: StepCosts, planned: BudgetPlan
+    dollars: float, price: float, work: PublishedWork, costs: StepCosts, planned: BudgetPlan
 ) -> Iterable[str]:
     """Yield what the plan is, and what can be expected of it."""
     yield (

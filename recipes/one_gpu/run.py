@@ -43,7 +43,7 @@ from recipes.one_gpu.budget import (
     BudgetPlan,
     Spending,
     StepCosts,
-    Workload,
+    PublishedWork,
     kept_plan,
     measured_costs,
     plan,
@@ -181,11 +181,11 @@ def model_sets(model: str) -> tuple[list[str], list[str]]:
     return [str(overlay)] if overlay else [], sets
 
 
-def workload(learn: RsaLearn) -> Workload:
+def workload(learn: RsaLearn) -> PublishedWork:
     """Return what a run of this config does, for the plan."""
     study = learn.self_study
     asked_first = learn.train.steps * learn.rollout.prompts / learn.data.patients
-    return Workload(
+    return PublishedWork(
         documents=learn.data.patients,
         document_tokens=learn.data.document_tokens,
         prompts=learn.rollout.prompts,
@@ -198,7 +198,7 @@ def workload(learn: RsaLearn) -> Workload:
     )
 
 
-def budget_sets(planned: BudgetPlan, work: Workload, costs: StepCosts) -> list[str]:
+def budget_sets(planned: BudgetPlan, work: PublishedWork, costs: StepCosts) -> list[str]:
     """Return the keys that a plan sets."""
     every = max(1, min(planned.steps, round(CHECKPOINT_SECONDS / costs.step_s)))
     sets = [
@@ -285,7 +285,7 @@ def go(options: argparse.Namespace, clock: Clock) -> int:
         charts = fetch_charts(options.data, out)
         sets.append(f"data.path={charts}")
     overlays, chosen = model_sets(options.model)
-    recipe = Recipe(
+    recipe = RentedRun(
         options, total, spending, out, [*sets, *chosen], overlays, base.mesh.name, clock
     )
     with catching() as caught:
@@ -293,7 +293,7 @@ def go(options: argparse.Namespace, clock: Clock) -> int:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RentedRun:
     """Train, stop in time, evaluate and write the table of one run."""
 
     options: argparse.Namespace

@@ -14,7 +14,7 @@ from cartridge_forge.protocols.spec.loading import load_spec
 from recipes.one_gpu.budget import (
     Spending,
     StepCosts,
-    Workload,
+    PublishedWork,
     kept_plan,
     measured_costs,
     plan,
@@ -26,7 +26,7 @@ from recipes.one_gpu.table import measured_rows, published_rows, write_table
 
 # 20 documents of 12,000 tokens, 8 prompts a step of 512 tokens, 1.25 prompts of 256 tokens written
 # for each that is trained on; 4 arms of 400 answers of 512 tokens.
-WORK = Workload(20, 12_000, 8, 512, 1.25, 256, 400, 512, 4)
+WORK = PublishedWork(20, 12_000, 8, 512, 1.25, 256, 400, 512, 4)
 COSTS = StepCosts("by hand", 100.0, 30.0, 20.0, 1024.0)
 
 

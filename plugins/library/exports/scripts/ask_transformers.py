@@ -39,8 +39,8 @@ def answer_ids(
     mask = ids.new_ones(1, cache.get_seq_length() + ids.shape[1])
     settings = {"do_sample": False, **options}
     reply = model.generate(ids, attention_mask=mask, past_key_values=cache, **settings)
-    written: list[int] = reply[0, ids.shape[1] :].tolist()
-    return written
+    answer: list[int] = reply[0, ids.shape[1] :].tolist()
+    return answer
 
 
 def main() -> None:
