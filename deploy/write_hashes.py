@@ -53,7 +53,7 @@ def pins_of(path: Path) -> dict[str, str]:
 def closure(wanted: Iterable[str], alone: Iterable[str], absent: Collection[str]) -> set[str]:
     """Return the names of the packages that `wanted` need, themselves included, as the metadata of
     what is installed says; those of `alone` without what they need; none of `absent` nor LOCAL."""
-    names = {canonicalize_name(Requirement(text).name) for text in alone}
+    names: set[str] = {canonicalize_name(Requirement(text).name) for text in alone}
     waiting, seen = [Requirement(text) for text in wanted], set[tuple[str, frozenset[str]]]()
     while waiting:
         one = waiting.pop()

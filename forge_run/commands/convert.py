@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 
-from cartridge_forge.plugins.library.formats.bias_folding import LayerFolding, read_compacted
 from cartridge_forge.plugins.library.formats import convert as formats
 from cartridge_forge.plugins.library.formats.base_model import (
     made_for,
@@ -16,6 +15,7 @@ from cartridge_forge.plugins.library.formats.base_model import (
     read_base,
     require_fit,
 )
+from cartridge_forge.plugins.library.formats.bias_folding import LayerFolding, read_compacted
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
 from cartridge_forge.plugins.library.formats.convert import norms, provenance
 from cartridge_forge.plugins.statistics.formatting import TableSection, facts, render

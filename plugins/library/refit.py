@@ -108,8 +108,8 @@ class RefitAttention(MatchingAttention):
         )
         count = len(q) // READERS
         (q_s, k_s, v_s) = (x[-count:] for x in (q, k, v))
-        earlier = [x[:-count] for x in (q, k, v)]
-        taught = attend(*earlier, self.teachers, [new, old, cartridge], options)
+        (q_t, k_t, v_t) = (x[:-count] for x in (q, k, v))
+        taught = attend(q_t, k_t, v_t, self.teachers, [new, old, cartridge], options)
         own_out, own_sums = over_rows(q_s, k_s, v_s, self.student, options)
         targets, changes = self._aims(layer, taught)
         moved = self._moved(layer, new)

@@ -41,9 +41,9 @@ from recipes.one_gpu.budget import (
     GRACE_SECONDS,
     HOUR,
     BudgetPlan,
+    PublishedWork,
     Spending,
     StepCosts,
-    PublishedWork,
     kept_plan,
     measured_costs,
     plan,
@@ -183,11 +183,12 @@ def model_sets(model: str) -> tuple[list[str], list[str]]:
 
 def workload(learn: RsaLearn) -> PublishedWork:
     """Return what a run of this config does, for the plan."""
-    study = learn.self_study
+    study, tokens = learn.self_study, learn.data.document_tokens
+    assert tokens is not None, "the mesh states it"
     asked_first = learn.train.steps * learn.rollout.prompts / learn.data.patients
     return PublishedWork(
         documents=learn.data.patients,
-        document_tokens=learn.data.document_tokens,
+        document_tokens=tokens,
         prompts=learn.rollout.prompts,
         response_tokens=learn.rollout.max_tokens,
         study_ratio=0.0 if study is None else max(1.0, study.questions / asked_first),

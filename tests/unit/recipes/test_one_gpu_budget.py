@@ -12,9 +12,9 @@ from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.protocols.errors import DataError, SpecError
 from cartridge_forge.protocols.spec.loading import load_spec
 from recipes.one_gpu.budget import (
+    PublishedWork,
     Spending,
     StepCosts,
-    PublishedWork,
     kept_plan,
     measured_costs,
     plan,

@@ -27,8 +27,8 @@ from transformers import (
 from cartridge_forge.learning.attention import AttentionOptions
 from cartridge_forge.learning.teacher import document_kv
 from cartridge_forge.plugins.library.attention_matching import attention_matched
-from cartridge_forge.plugins.library.formats.bias_folding import FoldingAttention, read_compacted
 from cartridge_forge.plugins.library.formats.base_model import made_for, read_base
+from cartridge_forge.plugins.library.formats.bias_folding import FoldingAttention, read_compacted
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
 from cartridge_forge.plugins.library.formats.convert import read
 from cartridge_forge.plugins.library.reference_rows import document_rows
