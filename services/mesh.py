@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from cartridge_forge.protocols.spec.model import ModelSpec
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
 from cartridge_forge.protocols.spec.services import HealthSpec
 from cartridge_forge.protocols.step import NOT_BEGUN, CartridgeSnapshot, Preparation, require_ids
+from cartridge_forge.services.awake_clock import loop_time
 from cartridge_forge.services.clients import TrainerClient, use_plane
 from cartridge_forge.services.forkserver.client import bootstrap_command
 from cartridge_forge.services.planes.open import OwnedPlane, PlaneRelays, import_plane, open_plane
@@ -134,8 +134,8 @@ class Mesh:
         when that plane is healthy, because the error then has another cause."""
         if "store" not in self.pools:  # shared memory is lost only with the host
             raise error
-        deadline = time.monotonic() + self._timeout_s
-        while time.monotonic() < deadline:
+        deadline = loop_time() + self._timeout_s
+        while loop_time() < deadline:
             serving = [r for r in self.pools["store"].replicas if r.life.takes_requests]
             if serving and self.plane_life > life:
                 return

@@ -36,6 +36,7 @@ from monarch.rdma import is_ibverbs_available
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.packages import install_command
 from cartridge_forge.protocols.step import TensorRef, check_key
+from cartridge_forge.services.awake_clock import keep_awake_time
 from cartridge_forge.services.planes.codec import pack, unpack
 from cartridge_forge.services.planes.memory_directory import missing_key
 from cartridge_forge.services.proc_info import began
@@ -138,6 +139,7 @@ class StoreWatch:
                 lost = began(self._pid).partition("/")[0] != ticks
                 self._ended = self._descriptor is None or lost
         loop = asyncio.get_running_loop()
+        keep_awake_time(loop)
         async with asyncio.timeout(0 if self.ended else seconds) as limit:
             waits = self._waits.setdefault(loop, set())
             if not waits and self._descriptor is not None and not self.ended:

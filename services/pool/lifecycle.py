@@ -20,6 +20,7 @@ from typing import Any
 from cartridge_forge.protocols.errors import ForgeError, HostsEndedError, PlaneError, RunError
 from cartridge_forge.protocols.records.status import ReplicaState
 from cartridge_forge.protocols.spec.services import HealthSpec
+from cartridge_forge.services.awake_clock import loop_time
 from cartridge_forge.services.pool.health import (
     IN_SERVICE,
     ReplicaLost,
@@ -180,14 +181,14 @@ class ReplicaLifecycle:
         replica.actor, *replica.others = by_rank(actors, spec.procs)
         await self._answered(replica, process)
         replica.beaten = time.monotonic()
-        deadline = replica.beaten + self._spawn_timeout_s
+        deadline = loop_time() + self._spawn_timeout_s
         if role.prepare is not None:
             await role.prepare(replica)
         while not replica.ended and pool.missed(replica):
             try:
                 await pool.catch_up(replica)
             except PlaneError:  # the store is being replaced; its tensors get new keys
-                if time.monotonic() > deadline:
+                if loop_time() > deadline:
                     raise
                 await asyncio.sleep(RETRY_SECONDS)
         if replica.ended:

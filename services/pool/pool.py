@@ -39,6 +39,7 @@ from cartridge_forge.protocols.records.status import PoolStatus, ReplicaState, R
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.spec.services import RouterName
 from cartridge_forge.protocols.step import TimedReply
+from cartridge_forge.services.awake_clock import loop_time
 from cartridge_forge.services.pool.health import (
     EngineLost,
     HealthState,
@@ -148,7 +149,7 @@ class CallLimits:
 
 
 async def ask(replica: Replica, method: str, args: tuple[Any, ...], deadline: float) -> Any:
-    """Call one replica and return its reply, until `deadline` (monotonic seconds).
+    """Call one replica and return its reply, until `deadline` of the loop's time.
 
     Raises ReplicaLost when it dies, ReplicaTimeout at the deadline, or the actor's exception.
     """
@@ -158,7 +159,7 @@ async def ask(replica: Replica, method: str, args: tuple[Any, ...], deadline: fl
     limit = asyncio.timeout(None)
     try:
         async with limit:
-            replica.calls.add(limit, deadline)  # the loop's clock is monotonic too
+            replica.calls.add(limit, deadline)
             try:
                 if replica.others:
                     reply = await _call_ranks(replica, method, args)
@@ -329,7 +330,7 @@ class Pool:
     ) -> tuple[str, Any]:
         """Return the name of the replica that replied, and its reply; otherwise as `route`."""
         limit = self._timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit
+        deadline = loop_time() + limit
         request = RequestStatus(f"{self.role}/{next(self._ids)}", method, time.monotonic())
         self.in_flight[request.id] = request
         try:
@@ -560,7 +561,7 @@ class Pool:
                 raise RunError(f"{request.method} found no {self.role}: {why}")
             self._seekers += 1
             try:
-                async with asyncio.timeout(deadline - time.monotonic()):
+                async with asyncio.timeout(deadline - loop_time()):
                     await self._changed.wait()
             except TimeoutError as error:
                 raise RunError(self._silence(request, limit, "found no replica")) from error
@@ -597,7 +598,7 @@ class Pool:
         start = steady_time()
         outcome = "failed"
         try:
-            answer = await ask(replica, method, args, time.monotonic() + self._timeout_s)
+            answer = await ask(replica, method, args, loop_time() + self._timeout_s)
             self._note(answer)
             outcome = "ok"
             return answer

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +18,7 @@ from monarch.actor import HostMesh
 from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.protocols.plugins import resolve
 from cartridge_forge.protocols.spec.services import HealthSpec
+from cartridge_forge.services.awake_clock import loop_time
 from cartridge_forge.services.pool.hosts import HostWorker, finish
 from cartridge_forge.services.pool.process import (
     ALONE,
@@ -297,7 +297,7 @@ class ProcessManager:
         ranks: int = 1,
     ) -> tuple[ProcessHost, ReplicaProcess]:
         """Start a process; when one host fails or is lost, on another."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = loop_time() + self._timeout_s
         while True:
             host = await self._choose(role, deadline, without, len(gpus))
             name = f"{stem}x{next(NUMBERS)}"
@@ -313,7 +313,7 @@ class ProcessManager:
             except RunError:
                 if host in self._left:
                     continue
-                if not self._is_one_of_several(host) or time.monotonic() > deadline:
+                if not self._is_one_of_several(host) or loop_time() > deadline:
                     raise
                 self._suspect(host)
 
@@ -359,7 +359,7 @@ class ProcessManager:
                     "with more GPUs"
                 )
             try:
-                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                async with asyncio.timeout(max(0.0, deadline - loop_time())):
                     await self._changed.wait()
             except TimeoutError:
                 raise RunError(

@@ -33,6 +33,7 @@ from cartridge_forge.protocols.ports import TraceSpan
 from cartridge_forge.protocols.records.status import ReplicaState
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.spec.services import HealthSpec
+from cartridge_forge.services.awake_clock import keep_awake_time
 from cartridge_forge.services.pool.health import IN_SERVICE, HealthState, last_line, silent
 from cartridge_forge.services.pool.hosts import HostSource, HostWorker, Membership
 from cartridge_forge.services.pool.lifecycle import (
@@ -115,6 +116,7 @@ class Service:
         )
         for role, mesh in (here or {}).items():
             processes.join(HostWorker(name, "", role), mesh, local=True)
+        keep_awake_time(asyncio.get_running_loop())
         service = cls(processes, health, call_timeout_s, spawn_timeout_s, note, observe)
         if str(monarch.actor.context().actor_instance) == "<root>":
             monarch.actor.unhandled_fault_hook = service.noticed
