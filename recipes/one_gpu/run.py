@@ -182,9 +182,11 @@ def model_sets(model: str) -> tuple[list[str], list[str]]:
 
 
 def workload(learn: RsaLearn) -> PublishedWork:
-    """Return what a run of this config does, for the plan."""
+    """Return what a run of this config does, for the plan. Raises SpecError without the documents'
+    tokens, which the plan counts with."""
     study, tokens = learn.self_study, learn.data.document_tokens
-    assert tokens is not None, "the mesh states it"
+    if tokens is None:
+        raise SpecError("data.document_tokens must be set: --set data.document_tokens=12000")
     asked_first = learn.train.steps * learn.rollout.prompts / learn.data.patients
     return PublishedWork(
         documents=learn.data.patients,

@@ -23,8 +23,7 @@ print(json.dumps({
     "name": task.name, "accelerators": resources.accelerators, "spot": resources.use_spot,
     "envs": sorted(task.envs), "run": task.run, "setup": task.setup,
     "mount": [mount[0], mount[1].name, str(mount[1].mode)],
-    "secrets": sorted(ref.name for ref in task.managed_secrets),
-    "restarts": resources.job_recovery,
+    "secrets": sorted(ref.name for ref in task.managed_secret_refs),
 }))
 """
 LIST_FUNCTIONS = """

@@ -113,6 +113,12 @@ def test_keys_of_a_plan() -> None:
     assert (spec.learn.model.path, spec.learn.train.steps) == ("Qwen/Qwen3-4B", 295)
 
 
+def test_a_plan_counts_with_the_documents_tokens() -> None:
+    spec = load_spec(str(MESH), sets=["data.document_tokens=null"]).spec
+    with pytest.raises(SpecError, match=r"data\.document_tokens must be set"):
+        workload(RsaLearn.of(spec.learn))
+
+
 def test_a_run_keeps_the_steps_that_were_planned_first(tmp_path: Path) -> None:
     first, later = (plan(dollars, 2.0, WORK, COSTS) for dollars in (4.81, 9.0))
     path = tmp_path / "plan.json"
