@@ -169,12 +169,15 @@ class Collaborators:
     def parts(self, key: str) -> tuple[tuple[str, ...], ...]:
         return ()
 
+    def repeated(self, rollout: Rollout) -> frozenset[str]:
+        return frozenset()
+
     async def train_batch(self, rollout: Rollout, version: int) -> TrainBatch:
         batch, self._cost = await self._house.score(rollout)
         return batch
 
     async def score(
-        self, key: str, batch: TrainBatch, version: int, parts: Any, begun: float
+        self, key: str, batch: TrainBatch, version: int, parts: Any, begun: float, repeated: Any
     ) -> tuple[TrainBatch, ScoringCost]:
         return batch, self._cost
 

@@ -511,7 +511,8 @@ def test_a_key_of_another_version_is_refused_with_its_place_and_no_advice_on_spe
     values["learn"]["self_study"]["kinds"] = ["question"]  # as of 2026-11-22
     path = tmp_path / "spec.yaml"
     path.write_text(dump_yaml(values))
-    line = path.read_text().splitlines().index("    kinds:") + 1
+    lines = path.read_text().splitlines()
+    line = lines.index("    kinds:", lines.index("  self_study:")) + 1
     with pytest.raises(SpecError) as caught:
         load_resolved(path)
     assert str(caught.value) == (
