@@ -7,12 +7,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cartridge_forge.forge_run.child import in_child
 from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.protocols.spec.loading import LoadedSpec, load_spec
 from cartridge_forge.services.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from cartridge_forge.forge_run.plan.roofline import DevicePeaks
+    from cartridge_forge.protocols.spec.mesh import RunSpec
 
 CANNOT_RUN = 3  # the exit code of a plan that cannot run on this machine
 ON_POLICY = ("on_policy", "routed", "retrieved_cartridge")  # the arms that are no baselines
@@ -87,7 +92,6 @@ def plan(
     """Return a mesh's plan, or print it as JSON; a plan that cannot run here is printed, and the
     code is CANNOT_RUN. Options of a run are ignored. Raises SpecError for a bad spec."""
     from cartridge_forge.forge_run.model_check import refusal
-    from cartridge_forge.forge_run.plan import calibration
     from cartridge_forge.forge_run.plan import plan as of
     from cartridge_forge.forge_run.preflight import unmet
     from cartridge_forge.plugins.statistics import formatting
@@ -98,10 +102,8 @@ def plan(
         report = of.size_plan(spec)
         refused = ""
     else:
-        host_cost = calibration.computes_here(spec) and of.has_roofline(spec)
-        host = calibration.host_peaks() if host_cost else None
         refused = refusal(spec)
-        report = of.plan(spec, loaded.place, notes, host, refused)
+        report = of.plan(spec, loaded.place, notes, peaks_here(spec), refused)
     code = CANNOT_RUN if not sizing and (unmet(spec, loaded.place) or refused) else 0
     if not as_json and not code:
         return report
@@ -112,6 +114,15 @@ def plan(
     )
     sys.stdout.write(output)
     return code
+
+
+def peaks_here(spec: RunSpec) -> DevicePeaks | None:
+    """Return this machine's ceilings, measured in seconds, where it computes the run itself;
+    None where GPUs do, or the plan has no use for them."""
+    from cartridge_forge.forge_run.plan.calibration import computes_here, host_peaks
+    from cartridge_forge.forge_run.plan.plan import has_roofline
+
+    return host_peaks() if computes_here(spec) and has_roofline(spec) else None
 
 
 def resolved(

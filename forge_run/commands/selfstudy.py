@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from cartridge_forge.forge_run.commands import note
+from cartridge_forge.forge_run.commands.run import peaks_here
 from cartridge_forge.forge_run.plan.documents import remarks, require_sources
 from cartridge_forge.forge_run.plan.plan import plan
 from cartridge_forge.plugins.documents.drafts import SynthesisPlan
@@ -44,7 +45,7 @@ def selfstudy(
     """Write the rows under `out`; with `dry_run` return the plan. Raises ForgeError."""
     loaded = load_spec(mesh, overlays=overlays, sets=sets)
     if dry_run:
-        return plan(loaded.spec, loaded.place)
+        return plan(loaded.spec, loaded.place, host=peaks_here(loaded.spec))
     home = (run_dir or Path("runs")) / loaded.spec.mesh.name
     print(*command(loaded.spec, out or home / "selfstudy", note), sep="\n")
     return 0
