@@ -14,10 +14,12 @@ from cartridge_forge.forge_run.commands import doctor
 from cartridge_forge.forge_run.commands.explain import command
 from cartridge_forge.forge_run.commands.health_check import main
 from cartridge_forge.forge_run.commands.make import _name_of, library_names
+from cartridge_forge.forge_run.commands.selfstudy import selfstudy
 from cartridge_forge.plugins.cluster.tls.certificates import certificates
 from cartridge_forge.plugins.documents.reading import ReadResult, UserDocument
 from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.protocols.errors import DataError, SpecError
+from cartridge_forge.protocols.files import REPOSITORY
 from cartridge_forge.protocols.spec.services import ControlSpec
 
 
@@ -169,3 +171,16 @@ def test_names_in_the_library() -> None:
     assert _name_of("/some/My old notes (2026)/") == "My-old-notes-2"
     assert _name_of("report.final.md") == "report-final"
     assert _name_of("/") == "documents"
+
+
+def test_a_plan_of_self_study_is_of_the_machine_that_makes_it() -> None:
+    sections = selfstudy(
+        mesh="documents", overlays=(), run_dir=None, out=None, dry_run=True,
+        sets=(
+            f"data.path={REPOSITORY / 'docs/corpus.md'}",
+            f"model.path={REPOSITORY / 'models/clinic-reader'}",
+        ),
+    )  # fmt: skip
+    assert not isinstance(sections, int)
+    (title,) = (s.title for s in sections if s.title.startswith("roofline"))
+    assert "this machine's measured" in title
