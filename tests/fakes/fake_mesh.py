@@ -185,7 +185,7 @@ class FakeProcess:
 
 
 class Handle:
-    """A handle of the actor: `handle.method.call_one(...)`, as Monarch's."""
+    """A handle of the actor: `handle.method.choose(...)`, as Monarch's."""
 
     def __init__(self, process: FakeProcess, rank: int = 0) -> None:
         self._process, self._rank = process, rank
@@ -194,7 +194,7 @@ class Handle:
         return Handle(self._process, procs)
 
     def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(call_one=lambda *args: self._call(method, args))
+        return SimpleNamespace(choose=lambda *args: self._call(method, args))
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> Any:
         process = self._process

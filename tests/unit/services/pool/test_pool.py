@@ -292,7 +292,7 @@ def test_one_answer_even_when_it_comes_with_the_death() -> None:
         actors = [Actor("a"), Actor("b")]
         pool = pool_of(*actors)
         reply = asyncio.get_running_loop().create_future()
-        endpoint = SimpleNamespace(call_one=lambda *_: reply)  # Monarch's calls are futures
+        endpoint = SimpleNamespace(choose=lambda *_: reply)  # Monarch's calls are futures
         pool.replicas[0].actor = SimpleNamespace(work=endpoint)
         asked = asyncio.create_task(pool.route("work", 1))
         await asyncio.sleep(0.5)
