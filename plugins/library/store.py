@@ -54,7 +54,7 @@ from cartridge_forge.plugins.library.names import (
 )
 from cartridge_forge.plugins.library.terms import Passages, read_terms, write_terms
 from cartridge_forge.protocols.errors import CheckpointError, DataError
-from cartridge_forge.protocols.files import flush, write_atomically
+from cartridge_forge.protocols.files import FULL, flush, write_atomically
 from cartridge_forge.protocols.records.run_files import TERMS
 
 LAST, INCOMING, TAGS = "last", ".incoming", "tags"
@@ -297,7 +297,15 @@ class CartridgeStore:
         if not numbers or version not in (None, *numbers):
             self.get(CartridgeName(name, version))  # which says what is there
         dropped = numbers if version is None else [version]
-        self._note_last(name, self._last(name))
+        last = self._last(name)
+        try:
+            self._note_last(name, last)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            for number in dropped:  # damaged from here on, which makes room for the note
+                (self.directory / name / str(number) / FILE).unlink(missing_ok=True)
+            self._note_last(name, last)
         for number in dropped:
             # Renamed first, so that a version is whole or absent while it is removed.
             discarded = self.directory / INCOMING / secrets.token_hex(8)

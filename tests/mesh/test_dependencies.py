@@ -40,7 +40,7 @@ def pinned() -> dict[str, str]:
 
 def test_the_constraints_name_no_registry_and_no_local_build() -> None:
     files = sorted(ROOT.glob("constraints*.txt"))
-    assert len(files) == 7
+    assert len(files) == 9
     for name in files:
         lines = (ROOT / name).read_text().splitlines()
         plain = [line for line in lines if not line.startswith("#")]

@@ -231,7 +231,7 @@ def test_what_is_dropped_makes_room_on_a_full_disk(full: Served) -> None:
     root = full.house.library.directory.parent
     assert raw(full, "/admin/cartridges/p2", method="DELETE")[0] == 200
     assert names(full) == ["p1"]
-    data = save({"kv": cartridge(1)})  # as large as the one dropped
+    data = save({"kv": cartridge(1, 4)})  # with its files' names no larger than the one dropped
     assert raw(full, "/admin/cartridges/p3", data)[0] == 201
 
     fill(root)

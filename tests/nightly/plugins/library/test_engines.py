@@ -1,4 +1,4 @@
-"""Other engines read what `forge export` writes: 200 greedy tokens equal ours, of every family."""
+"""transformers reads what `forge export` writes: 200 greedy tokens equal ours, of every family."""
 
 from __future__ import annotations
 
@@ -91,21 +91,16 @@ def test_layers_that_see_a_window_are_refused(family: str, engine: str, tmp_path
 
 
 @pytest.mark.parametrize("family", [name for name in ARCHITECTURES if name not in WINDOWS])
-def test_every_engine_writes_our_tokens(family: str, tmp_path: Path) -> None:
+def test_transformers_writes_our_tokens(family: str, tmp_path: Path) -> None:
     made = FamilyModel(family, tmp_path)
     answers = made.answers()
     assert len(answers) >= 2
     assert all(len(set(ids)) > 20 and len(ids) == MOST for ids in answers.values())
 
+    # Ids of the padded embeddings, which the tokenizer has not, are never sampled by ours.
+    banned = [END, *range(made.model.tokens, len(made.model.embeddings.weight))]
     export(made.cartridge, "ward", "transformers", made.folder, tmp_path / "transformers")
     theirs = AutoModelForCausalLM.from_pretrained(made.folder).eval()
     ask: Any = script_of(tmp_path / "transformers")
     for prompt, ids in answers.items():
-        assert ask.answer_ids(theirs, prompt, max_new_tokens=MOST, suppress_tokens=[END]) == ids
-
-    export(made.cartridge, "ward", "llama.cpp", made.folder, tmp_path / "llama.cpp")
-    ask = script_of(tmp_path / "llama.cpp")
-    server = ask.CartridgeServer(made.gguf, tmp_path / "llama.cpp", context=256, threads=1)
-    options = {"n_predict": MOST, "logit_bias": [[END, False]], "return_tokens": True}
-    for prompt, ids in answers.items():
-        assert server.complete(prompt, **options)["tokens"] == ids
+        assert ask.answer_ids(theirs, prompt, max_new_tokens=MOST, suppress_tokens=banned) == ids
