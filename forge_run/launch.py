@@ -294,7 +294,7 @@ def _drive(
 
         def tell() -> None:
             nonlocal status_number
-            status, notes = _answer(controller.status.call_one(), STATUS_TIMEOUT, lost, pid)
+            status, notes = _answer(controller.status.choose(), STATUS_TIMEOUT, lost, pid)
             for line in notes[status_number:]:
                 display.line(line)
             status_number = len(notes)
@@ -312,7 +312,7 @@ def _drive(
                 _tell_fresh(directory, display)
             if caught.first and asked_at is None:
                 asked_at = time.monotonic()
-                _answer(controller.ask_to_stop.call_one(), STATUS_TIMEOUT, lost, pid)
+                _answer(controller.ask_to_stop.choose(), STATUS_TIMEOUT, lost, pid)
                 for name in (
                     "cartridge_forge.plugins.watch.pages.export",
                     "cartridge_forge.learning.checkpoint",

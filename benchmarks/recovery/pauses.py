@@ -12,9 +12,7 @@ repeated command goes on: pauses in pauses.jsonl, beside the record, are not mad
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import tempfile
 import time
 from collections.abc import Mapping
@@ -88,12 +86,7 @@ def attempt(pause: Pause, reference: Path) -> Pause:
                     raise TooLate from None
                 raise
             time.sleep(pause.after_s)
-            pids = run.alive()
-            for number in (signal.SIGSTOP, signal.SIGCONT):
-                for pid in pids:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, number)
-                time.sleep(pause.seconds if number == signal.SIGSTOP else 0)
+            run.stand_still(pause.seconds)
             printed, _ = run.process.communicate(timeout=END_S)
             if run.process.returncode:
                 fault = f"exit code {run.process.returncode}: {printed[-500:]}"

@@ -25,7 +25,7 @@ from cartridge_forge.forge_run.commands.make import (
     train,
 )
 from cartridge_forge.forge_run.model_check import check
-from cartridge_forge.plugins.documents.edits import appended, text_changes
+from cartridge_forge.plugins.documents.edits import appended
 from cartridge_forge.plugins.documents.formats import ReadOptions
 from cartridge_forge.plugins.documents.reading import read_documents
 from cartridge_forge.plugins.documents.retrieval import count_terms
@@ -56,8 +56,6 @@ def command(
     old, new = text_of(entry, label, library.directory), _read(file)
     if append:
         new = appended(old, new)
-    if not text_changes(old, new):
-        raise DataError(f"{label} has the text of {file} already; there is nothing to update")
     model = model_of(entry, spec.model, library.base)
     for line in check(model.path)[1]:
         note(line)

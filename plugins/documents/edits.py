@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from typing import Any
 
 import regex
 
@@ -62,7 +63,7 @@ def text_changes(old: str, new: str) -> list[TextChange]:
     """Return the changes between two texts, by whole passages, in order; none where the texts
     differ in white space between passages alone."""
     olds, news = passage_spans(old), passage_spans(new)
-    matcher = SequenceMatcher(None, [old[a:b] for a, b in olds], [new[a:b] for a, b in news])
+    matcher = _matcher([old[a:b] for a, b in olds], [new[a:b] for a, b in news])
     return [
         TextChange(_covered(olds, a, b), _covered(news, c, d))
         for tag, a, b, c, d in matcher.get_opcodes()
@@ -93,7 +94,13 @@ def unchanged_text(text: str, spans: Sequence[Span]) -> str:
 
 def changed_ids(old: Sequence[int], new: Sequence[int]) -> list[tuple[Span, Span]]:
     """Return the places [start, stop) of each change in the old ids and in the new ones."""
-    matcher = SequenceMatcher(None, old, new)
+    matcher = _matcher(old, new)
     return [
         ((a, b), (c, d)) for tag, a, b, c, d in matcher.get_opcodes() if tag != "equal"
     ]  # fmt: skip
+
+
+def _matcher(old: Sequence[Any], new: Sequence[Any]) -> SequenceMatcher[Any]:
+    """Return a matcher that starts a match at any item. By default it starts none at one that is
+    over 1% of 200 items or more, as most tokens of a small vocabulary are."""
+    return SequenceMatcher(None, old, new, autojunk=False)

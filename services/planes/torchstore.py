@@ -382,7 +382,7 @@ class TorchStorePlane:
             check_key(key)
 
         async def delete() -> list[str]:
-            missing: list[str] = await self._controller.discard.call_one(keys)
+            missing: list[str] = await self._controller.discard.choose(keys)
             return missing
 
         if missing := await self._bounded("delete", ", ".join(keys), delete()):

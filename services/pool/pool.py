@@ -142,17 +142,15 @@ class CallLimits:
         self._timer = asyncio.get_running_loop().call_at(deadline, self._due)
 
     def _due(self) -> None:
-        now, self._timer = asyncio.get_running_loop().time(), None
+        now, self._timer = loop_time(), None
         self.end(now)
         if later := [deadline for deadline in self._deadlines.values() if deadline > now]:
             self._wait(min(later))
 
 
 async def ask(replica: Replica, method: str, args: tuple[Any, ...], deadline: float) -> Any:
-    """Call one replica and return its reply, until `deadline` of the loop's time.
-
-    Raises ReplicaLost when it dies, ReplicaTimeout at the deadline, or the actor's exception.
-    """
+    """Call one replica and return its reply, until `deadline` of the loop's time. Raises
+    ReplicaLost when it dies, ReplicaTimeout at the deadline, or the actor's exception."""
     if replica.ended:
         raise ReplicaLost(replica.ended)
     # A death ends the wait as the deadline does, so that a call needs no task of its own.
@@ -202,8 +200,7 @@ async def _call_ranks(replica: Replica, method: str, args: tuple[Any, ...]) -> A
 
 async def _call_rank(name: str, handle: Any, method: str, args: tuple[Any, ...]) -> Any:
     try:
-        # A mesh known to be dead raises at the call, not in the await. Of a mesh of one actor
-        # `choose` is `call_one`, which keeps a kilobyte of each call in this process (Monarch 0.7).
+        # A mesh known to be dead raises here. `call_one`, the same of one actor, keeps memory.
         return await getattr(handle, method).choose(*args)
     except ActorError as error:
         cause = getattr(error, "exception", None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -143,12 +142,7 @@ def stand_still(seconds: float) -> Blow:
     """Stop every process for a while, as a paused container or a closed lid does."""
 
     def blow(run: Running) -> None:
-        pids = run.alive()
-        for number, pause in ((signal.SIGSTOP, seconds), (signal.SIGCONT, 0.0)):
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            time.sleep(pause)
+        run.stand_still(seconds)
 
     return blow
 

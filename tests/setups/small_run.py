@@ -123,6 +123,15 @@ class Running:
             time.sleep(0.05)
         assert not left, f"processes left: {left}"
 
+    def stand_still(self, seconds: float) -> None:
+        """Stop every process for so long, as a paused container or a closed lid does."""
+        pids = self.alive()
+        for number, pause in ((signal.SIGSTOP, seconds), (signal.SIGCONT, 0.0)):
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            time.sleep(pause)
+
     def stop(self) -> None:
         """Tell it to end; fail when it says otherwise by its exit code or leaves a process."""
         self.process.send_signal(signal.SIGTERM)

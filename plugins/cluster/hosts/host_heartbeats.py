@@ -271,7 +271,7 @@ class HostHeartbeats:
         }
         try:
             async with asyncio.timeout(self._health.dead_after_s):
-                reply = await speaker.heartbeat.beat_host.call_one(
+                reply = await speaker.heartbeat.beat_host.choose(
                     ask.names, added, self._health.heartbeat_s
                 )
         except Exception:  # no reply in time, or what it raised

@@ -304,16 +304,10 @@ class DocumentsRecipe(Recipe):
     def repeated(self, rollout: Rollout) -> frozenset[str]:
         """Return the samples with the document's own words or a row's answer, of documents whose
         questions do not last for the run's steps."""
-        teacher, objective = self._spec.teacher, self._spec.objective
+        teacher = self._spec.teacher
         # Kept are a teacher's top entries alone.
-        if (
-            teacher.top_k == "full"
-            or teacher.student_top
-            or objective.asks_document
-            or not is_offline(rollout)
-        ):
-            return frozenset()
-        if self._study.scores == "stored":
+        more = teacher.top_k == "full" or teacher.student_top or self._spec.objective.asks_document
+        if more or self._study.scores == "stored" or not is_offline(rollout):
             return frozenset()
         rounds = self._spec.train.steps * self._spec.rollout.prompts / len(self._turns)
         return frozenset(

@@ -100,7 +100,7 @@ def test_what_cannot_be_updated_is_refused_with_the_remedy(
     assert "give that text: forge cartridges document chart@1 FILE" in refused("chart", new)
     library.keep_document(library.get(CartridgeName("chart")), OLD)
     same = refused("chart", str(tmp_path / "old.txt"))
-    assert "chart@1 has the text of" in same
+    assert "chart@1 has this text already" in same
     assert "nothing to update" in same
     assert "--minutes must be > 0: got 0" in refused("chart", new, "--minutes", "0")
     assert "no more than the cartridge's 8" in refused("chart", str(tmp_path / "short.txt"))

@@ -4,10 +4,6 @@ role that is killed or stopped alone is found as before."""
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +24,7 @@ def test_a_pause_of_all_processes_changes_nothing(
 ) -> None:
     with running(command(tmp_path, **STALE), tmp_path) as run:
         path = run.wait_for("on_policy", 2)
-        pids = run.alive()
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            time.sleep(seconds if number == signal.SIGSTOP else 0)
+        run.stand_still(seconds)
         said, _ = run.process.communicate(timeout=300)
         assert run.process.returncode == 0, said
     assert named(path, "replica_lost") == []

@@ -54,3 +54,14 @@ def test_changed_ids_are_places_in_both() -> None:
         ((5, 5), (6, 7)),
     ]
     assert changed_ids([1, 2], [1, 2]) == []
+
+
+def test_an_edit_of_a_long_text_of_few_words_is_where_it_is() -> None:
+    """400 tokens of few kinds, none of which is rare; 250 lines of 25 kinds."""
+    ids = [i * i % 31 for i in range(400)]
+    edited = [*ids[:200], 99, *ids[201:]]
+    assert changed_ids(ids, edited) == [((200, 201), (200, 201))]
+    lines = [f"the pulse is {i * i * i % 1009 % 25}." for i in range(250)]
+    old, new = "\n".join(lines), "\n".join([*lines[:100], "the pulse is 99.", *lines[101:]])
+    (change,) = text_changes(old, new)
+    assert (old[slice(*change.old)], new[slice(*change.new)]) == (lines[100], "the pulse is 99.")

@@ -225,7 +225,7 @@ class Asker:
     def __init__(self) -> None:
         self.asked: list[tuple[str, ...]] = []
         self.beat = SimpleNamespace(call_one=self._beat)
-        self.beat_host = SimpleNamespace(call_one=self._beat_host)
+        self.beat_host = SimpleNamespace(choose=self._beat_host)
         self.host: dict[str, WatchedProcess] = {}
         self.broken: Exception | None = None
         self.ended = False
