@@ -24,6 +24,7 @@ from cartridge_forge.protocols.step import TensorRef
 
 if TYPE_CHECKING:  # a process sets its number of threads before torch is imported
     import torch
+    from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 
     from cartridge_forge.learning.decoder import LanguageModel
     from cartridge_forge.learning.teacher import DocumentKVCache, HostCache
@@ -37,6 +38,9 @@ QUIET = {  # read by libraries when they are imported
     "TQDM_DISABLE": "1",
 }
 HOST = "FORGE_HOST"  # environment variable with the name of a remote process's host
+# Environment variable of a process that has a fork server, with what its stand-ins need:
+# OWNER:DESCRIPTOR:SCRIPT, the process that started it, the socket that they inherit, their script.
+FORK_SERVER = "FORGE_FORK_SERVER"
 PLACE = "FORGE_RANK_PLACE"  # environment variable with the `RankPlace` of one of several ranks
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
@@ -168,6 +172,19 @@ def bootstrap(
         keep_freed_memory()
 
     return prepare
+
+
+def bootstrap_command() -> BootstrapCommand | None:
+    """Return the command by which Monarch starts a local process from the fork server; None without
+    a server, for Monarch's own."""
+    server = os.environ.get(FORK_SERVER)
+    if server is None:
+        return None
+    from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
+
+    owner, descriptor, script = server.split(":", 2)
+    stand_in = ["-I", "-S", script, f"{owner}:{descriptor}"]
+    return BootstrapCommand(sys.executable, None, stand_in, {})
 
 
 def named(devices: Sequence[int]) -> list[str]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from monarch.actor import endpoint
 
 from cartridge_forge.actors.base import ModelSource, RankPlace
 from cartridge_forge.actors.model import ModelActor
 from cartridge_forge.learning.batch import context_of
-from cartridge_forge.learning.model.loading import (
-    claim_device,
-)
+from cartridge_forge.learning.model.loading import claim_device
 from cartridge_forge.learning.model.parallel import divide_base
 from cartridge_forge.learning.ranks import engine_errors, join
 from cartridge_forge.learning.teacher import (
@@ -22,14 +21,9 @@ from cartridge_forge.learning.teacher import (
     own_document_kv,
     score_kept,
 )
-from cartridge_forge.learning.verified.rows import VerifiedRows
+from cartridge_forge.protocols.plugins import resolve
 from cartridge_forge.protocols.spec.sections import WHOLE_VOCABULARY
-from cartridge_forge.protocols.step import (
-    Sample,
-    ScoreOutput,
-    unique_key,
-)
-from cartridge_forge.protocols.verification import VerifyCall, VerifyReply
+from cartridge_forge.protocols.step import Sample, ScoreOutput, unique_key
 
 ROWS_SHARE = 8  # responses under verification take at most this part of the documents' bytes
 
@@ -58,9 +52,8 @@ class DocTeacherActor(ModelActor):
         `silent_s` for another."""
         rank_place = RankPlace.here()
         device = claim_device(base.device, rank_place.rank)
-        load_device = (
-            device if rank_place.world == 1 else "cpu"
-        )  # divided before it moves to the device
+        # A base that is divided is divided before it moves to the device.
+        load_device = device if rank_place.world == 1 else "cpu"
         super().__init__(base, partial(base.load, load_device))
         self._ranks = join(
             rank_place.rank, rank_place.world, rank_place.rendezvous,
@@ -82,7 +75,8 @@ class DocTeacherActor(ModelActor):
             partial(own_document_kv, self._model),
             host_spill(self._model.device, base.host_kv_bytes),
         )
-        self._rows = VerifiedRows(self._model, base.max_kv_bytes // ROWS_SHARE)
+        self._rows: Any = None  # of responses under verification, once there are some
+        self._row_bytes = base.max_kv_bytes // ROWS_SHARE
 
     @endpoint
     async def score(self, stem: str, samples: Sequence[Sample]) -> ScoreOutput:
@@ -103,16 +97,15 @@ class DocTeacherActor(ModelActor):
         return ScoreOutput(seconds, packet, len(next(iter(tensors.values()))), looked_up)
 
     @endpoint
-    async def verify(self, call: VerifyCall) -> VerifyReply:
-        """Return how many tokens of each block stay, and the teacher's token after them."""
+    async def verify(self, call: Any) -> Any:
+        """Return the reply (`plugins.verified.records.VerifyReply`) to a `VerifyCall`: how many
+        tokens of each block stay, and the teacher's token after them."""
         student = None
         if call.student is not None:
             student = (await self._plane.get(call.student))["logits"]
-        start = time.perf_counter()
+        if self._rows is None:
+            self._rows = resolve("hooks", "verified_rows")(self._model, self._row_bytes)
         with engine_errors(), self._ranks.abreast():
-            verdicts, repeated = self._rows.verify(call, self._documents.get, student)
-            ratio = self._rows.ratio(call, self._documents.get)
-        seconds = time.perf_counter() - start
+            reply = self._rows.reply(call, self._documents.get, student)
         self._freed.give_back()
-        counted = tuple((v.accepted, v.token) for v in verdicts)
-        return VerifyReply(seconds, counted, ratio, repeated)
+        return reply

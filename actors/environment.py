@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from cartridge_forge.plugins.chat.episodes import EnvironmentReply, EnvironmentRequest
 from cartridge_forge.plugins.episodes.environments.opening import SeveralEnvironments
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
-from cartridge_forge.protocols.episodes import EnvironmentReply, EnvironmentRequest
 
 
 class EnvironmentActor(Actor):

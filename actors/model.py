@@ -10,9 +10,7 @@ from monarch.actor import Actor, endpoint
 
 from cartridge_forge.actors.base import ModelSource
 from cartridge_forge.learning.decoder import LanguageModel
-from cartridge_forge.learning.model.loading import (
-    flush_denormals,
-)
+from cartridge_forge.learning.model.loading import flush_denormals
 from cartridge_forge.learning.ranks import FreedMemory
 from cartridge_forge.protocols.ports import TensorPlane
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from cartridge_forge.plugins.chat.messages import PanelVerdict, ReplayState
 from cartridge_forge.plugins.library.stored_files import LedgerFile
 from cartridge_forge.plugins.replay.budget import SpendTotals
 from cartridge_forge.plugins.replay.ledger import SpendLedger
@@ -22,7 +23,6 @@ from cartridge_forge.plugins.replay.panel import (
 from cartridge_forge.plugins.replay.spec import ReplaySpec
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.services import StoredPlace
-from cartridge_forge.protocols.teacher_replay import PanelVerdict, ReplayState
 
 
 class TeacherReplayActor(Actor):

@@ -31,9 +31,9 @@ from namespaces import ALONE, CLIENT, Hosts, cannot_make, run
 
 from benchmarks.record import benchmark
 from cartridge_forge.plugins.cluster.relays.relay_wire import CHUNK_BYTES
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.ports import TensorPlane
 from cartridge_forge.protocols.records.status import ReplicaState
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.step import PUBLISHED, CartridgeSnapshot, PublishedCartridge
 from cartridge_forge.services.mesh import Mesh, open_mesh

@@ -20,13 +20,13 @@ from benchmarks.record import ROOT, benchmark
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.clinic.text import option_prompt
 from cartridge_forge.plugins.documents.spec.data import DataSpec
 from cartridge_forge.plugins.documents.study.longhealth import read_patients
 from cartridge_forge.plugins.strategies.rsa.engine import RSAEngine
 from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef
-from cartridge_forge.training.renderer import ChatRenderer
 
 MODEL = ROOT / "models" / "clinic-panel"
 

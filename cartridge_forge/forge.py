@@ -43,7 +43,7 @@ class Forge:
         sets: Mapping[str, Any] | None = None,
         run_dir: str | Path = "runs",
     ) -> None:
-        from cartridge_forge.protocols.spec.loading import load_spec
+        from cartridge_forge.plugins.spec_files.loading import load_spec
 
         if mesh is None and documents is None:
             raise SpecError("Forge takes a mesh or documents; name one, as in Forge('longhealth')")
@@ -65,8 +65,8 @@ class Forge:
     def attach(cls, run: str | Path, *, run_dir: str | Path = "runs") -> Forge:
         """Return a Forge of a run that was started elsewhere, running or ended: its directory or
         id. Raises ControlError for an unknown one."""
+        from cartridge_forge.plugins.spec_files.loading import load_resolved
         from cartridge_forge.plugins.watch.control.endpoints import find_run
-        from cartridge_forge.protocols.spec.loading import load_resolved
 
         forge = cls.__new__(cls)  # without a mesh: nothing is trained
         forge._run = find_run(Path(run_dir), str(run))

@@ -12,8 +12,8 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import ParamSpec, TypeVar
 
 from cartridge_forge.actors.base import QUIET
+from cartridge_forge.forge_run.forkserver.server import end_with_parent
 from cartridge_forge.protocols.errors import RunError
-from cartridge_forge.services.forkserver.server import end_with_parent
 
 P = ParamSpec("P")
 T = TypeVar("T")

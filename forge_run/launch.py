@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
+from cartridge_forge.forge_run.forkserver.client import fork_server
 from cartridge_forge.forge_run.opening import OpenRun, opened
 from cartridge_forge.forge_run.resuming import is_finished, sizes_of
 from cartridge_forge.plugins.cluster.hosts.handshake import reached_at
@@ -35,7 +36,6 @@ from cartridge_forge.protocols.plugins import module_of
 from cartridge_forge.protocols.secrets import LOCAL_KEY
 from cartridge_forge.protocols.spec.mesh import MODEL_ROLES, HostsSpec, RunSpec, is_loopback_host
 from cartridge_forge.protocols.spec.services import HealthSpec
-from cartridge_forge.services.forkserver.client import bootstrap_command, fork_server
 from cartridge_forge.services.planes.open import PLANE_IMPORTS
 from cartridge_forge.services.pool.hosts import LINK_ENVIRONMENT
 from cartridge_forge.services.pool.sizes import PoolSize
@@ -257,7 +257,7 @@ def _drive(
     use_private_sockets()
     import monarch.actor as monarch
 
-    from cartridge_forge.actors.base import bootstrap
+    from cartridge_forge.actors.base import bootstrap, bootstrap_command
     from cartridge_forge.services.roles import controller_variables
     from cartridge_forge.training.controller import ControllerActor
 

@@ -16,10 +16,11 @@ from cartridge_forge.plugins.cluster.manifests.volumes import NO_LEDGER, shares_
 from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
 from cartridge_forge.plugins.replay.spec import ReplayTeacherSpec
 from cartridge_forge.plugins.rsa.spec import RsaLearn
+from cartridge_forge.plugins.spec_files.errors import SpecProblem, combined
+from cartridge_forge.plugins.spec_files.yaml_source import SourceLocation
 from cartridge_forge.plugins.statistics.formatting import bytes_text
 from cartridge_forge.protocols.packages import install_command, is_missing
 from cartridge_forge.protocols.secrets import secret_text
-from cartridge_forge.protocols.spec.errors import SpecProblem, combined
 from cartridge_forge.protocols.spec.mesh import (
     MODEL_ROLES,
     HostsSpec,
@@ -28,7 +29,6 @@ from cartridge_forge.protocols.spec.mesh import (
     is_tls,
 )
 from cartridge_forge.protocols.spec.model import model_shape, multiplies_bfloat16
-from cartridge_forge.protocols.spec.yaml_source import SourceLocation
 
 Fault = tuple[str, object, str, str]  # dotted key, value, what is wrong, remedy
 # Each operation of each token is a launch: 800,000 in a rollout of the published size, and no graph

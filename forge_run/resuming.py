@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from cartridge_forge.plugins.spec_files.keys import may_hold_secret
+from cartridge_forge.plugins.spec_files.loading import load_resolved
+from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml
 from cartridge_forge.protocols.errors import CheckpointError
 from cartridge_forge.protocols.files import salvage
-from cartridge_forge.protocols.spec.keys import may_hold_secret
-from cartridge_forge.protocols.spec.loading import load_resolved
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.spec.yaml_source import dump_yaml
 from cartridge_forge.services.pool.sizes import PoolSize, resumed_sizes
 from cartridge_forge.services.run_directory import RunDirectory
 

@@ -55,7 +55,7 @@ class Plugin:
     hooks     an object that the core uses at one place where a spec asks for it
     configs   a subclass of `protocols.spec.learn.LearnSpec` with the keys that it adds
     meshes    a subclass of `protocols.spec.mesh.MeshSpec` with the keys that it adds
-    files     a `protocols.spec.keys.SpecFile`: another kind of spec file
+    files     a `plugins.spec_files.keys.SpecFile`: another kind of spec file
     """
 
     name: str
@@ -258,6 +258,7 @@ SHIPPED = (
         "vllm",
         hooks={"engine_share": f"{PLUGINS}.cluster.manifests.devices:engine_share"},
     ),
+    Plugin("verified", hooks={"verified_rows": f"{PLUGINS}.verified.rows:VerifiedRows"}),
     Plugin("grammar", hooks={"grammars": f"{PLUGINS}.grammar.grammar:Grammars"}),
     Plugin(
         "serve",

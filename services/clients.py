@@ -40,7 +40,6 @@ from cartridge_forge.protocols.step import (
     TrainBatch,
     TrainStepOutput,
 )
-from cartridge_forge.protocols.verification import VerifyCall, VerifyReply
 from cartridge_forge.services.pool.pool import Pool, PoolUpdate, Replica, ask
 
 Replied = Callable[[Sequence[Completion]], None] | None
@@ -258,12 +257,6 @@ class DocTeacherClient(RoleClient):
         teacher scores all samples; the scores are one tensor, in sample order."""
         scored: ScoreOutput = await self.pool.route("score", stem, Packed(tuple(samples)))
         return scored
-
-    async def verify(self, call: VerifyCall) -> VerifyReply:
-        """Return the verdicts on the blocks of a group, whose calls go to one teacher where the
-        pool's router is `session`. Raises PlaneError when the student's logits are lost."""
-        reply: VerifyReply = await self.pool.route("verify", Packed(call), session=call.group)
-        return reply
 
 
 class HintedTeacherClient(RoleClient):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from monarch.actor import this_host
 
-from cartridge_forge.actors.base import ModelSource, NoPlane, warm_up
+from cartridge_forge.actors.base import ModelSource, NoPlane, bootstrap_command, warm_up
 from cartridge_forge.learning.model.control_tokens import vocabulary_of
 from cartridge_forge.learning.model.verdicts import kept_verdict
 from cartridge_forge.protocols.errors import PlaneError
@@ -31,7 +31,6 @@ from cartridge_forge.protocols.spec.services import HealthSpec
 from cartridge_forge.protocols.step import NOT_BEGUN, CartridgeSnapshot, Preparation, require_ids
 from cartridge_forge.services.awake_clock import loop_time
 from cartridge_forge.services.clients import TrainerClient, use_plane
-from cartridge_forge.services.forkserver.client import bootstrap_command
 from cartridge_forge.services.planes.open import OwnedPlane, PlaneRelays, import_plane, open_plane
 from cartridge_forge.services.pool.hosts import HostSource, versions
 from cartridge_forge.services.pool.lifecycle import Check, Note

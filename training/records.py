@@ -15,9 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from pydantic import TypeAdapter
-
-from cartridge_forge.protocols.episodes import Episode, TurnHint
 from cartridge_forge.protocols.records.run_files import RolloutRow
 from cartridge_forge.protocols.step import (
     OFFLINE_VERSION,
@@ -35,7 +32,6 @@ from cartridge_forge.services.clients import Replied
 from cartridge_forge.services.pool.pool import Span
 
 Turn = TypeVar("Turn")
-_EPISODE = TypeAdapter(Episode)
 
 ScoreGroup = Callable[[str, Sequence[Sample]], None]
 """Called with a teacher's role and completed samples, which it scores together, now."""
@@ -99,18 +95,19 @@ class StudyPrompt:
 class Rollout:
     """Hold what one step samples: samples with their prompts and completions.
 
-    With `episodes`, the samples are their turns, and `hints` are those of the failed ones. `parts`
+    With `episodes` (`plugins.chat.episodes`), the samples are their turns, and `hints` are those of
+    the failed ones. `parts`
     are groups of sample ids that the document teacher scores together, where that is not all of
     them at once. `dropped` counts groups of episodes that were too old when they were complete.
-    `verified` has the counts of its verified responses (`protocols.verification.VerifiedCounts`).
+    `verified` has the counts of its verified responses (`plugins.verified.records.VerifiedCounts`).
     """
 
     step: int
     prompts: Sequence[StudyPrompt]
     completions: Sequence[Completion]
     samples: Sequence[Sample]
-    episodes: Sequence[Episode] = ()
-    hints: Sequence[TurnHint] = ()
+    episodes: Sequence[Any] = ()
+    hints: Sequence[Any] = ()
     parts: Sequence[tuple[str, ...]] = ()
     dropped: int = 0
     verified: Mapping[str, float] = field(default_factory=dict)
@@ -215,15 +212,6 @@ def score_callback(
     return came
 
 
-def written_offline(episode: Episode) -> Episode:
-    """Return an episode whose turns the document teacher wrote: they carry no version."""
-    turns = (
-        replace(turn, versions=(OFFLINE_VERSION,) * len(turn.response_ids))
-        for turn in episode.turns
-    )
-    return replace(episode, turns=tuple(turns))
-
-
 def is_offline(rollout: Rollout) -> bool:
     """Return whether the teacher wrote all samples of a rollout."""
     versions = {v for s in rollout.samples for v in s.versions}
@@ -249,7 +237,8 @@ def as_rows(
 
 def rollout_from(saved: dict[str, Any]) -> Rollout:
     """Return a Rollout from `asdict` of it, read from JSON, which turned tuples into lists. In a
-    checkpoint from before samples named their cartridge, that was the document's."""
+    checkpoint from before samples named their cartridge, that was the document's. Episodes and
+    their hints stay mappings, for their recipe."""
     prompts = []
     for p in saved["prompts"]:
         request = dict(p["request"])
@@ -268,8 +257,7 @@ def rollout_from(saved: dict[str, Any]) -> Rollout:
     samples = [Sample(**_tuples(_named(s))) for s in saved["samples"]]
     return Rollout(
         saved["step"], tuple(prompts), tuple(completions), samples,
-        tuple(_EPISODE.validate_python(e) for e in saved.get("episodes", ())),
-        tuple(TurnHint(**hint) for hint in saved.get("hints", ())),
+        tuple(saved.get("episodes", ())), tuple(saved.get("hints", ())),
         tuple(tuple(ids) for ids in saved.get("parts", ())), saved.get("dropped", 0),
         saved.get("verified", {}),
     )  # fmt: skip

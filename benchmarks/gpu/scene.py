@@ -23,7 +23,7 @@ from benchmarks.gpu.phase_step import SETTINGS, Setting, random_model
 from cartridge_forge.forge_run.plan.roofline import Workload
 from cartridge_forge.learning.decoder import WEIGHTS, Decoder
 from cartridge_forge.learning.teacher import document_kv
-from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.protocols.spec.model import ShapeSpec
 from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sample, Sampling

@@ -33,9 +33,9 @@ from benchmarks.simulation.mesh import (
 )
 from cartridge_forge.forge_run.plan.plan import step_workload
 from cartridge_forge.forge_run.plan.roofline import A100
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.plugins.statistics.formatting import bytes_text, seconds_text
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from studies import archive
 from studies.cells import table

@@ -24,10 +24,10 @@ from monarch.actor import this_host
 
 from benchmarks.pools import BenchWorker
 from benchmarks.record import benchmark
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.plugins.watch.telemetry.hub import open_sinks
 from cartridge_forge.protocols.ports import TraceSpan
 from cartridge_forge.protocols.records.status import ReplicaState
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.spec.services import HealthSpec
 from cartridge_forge.services.planes.open import open_plane

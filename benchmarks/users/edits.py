@@ -30,6 +30,8 @@ from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.teacher import TeacherDistribution, document_kv, score_kept
 from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.clinic.patients import Chart, draw_chart, fact_text
 from cartridge_forge.plugins.clinic.vocabulary import CATEGORY_OF
 from cartridge_forge.plugins.documents.edits import text_changes
@@ -45,8 +47,6 @@ from cartridge_forge.protocols.step import (
     TrainBatch,
     stream_seed,
 )
-from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.training.renderer import ChatRenderer
 
 MODEL = str(REPOSITORY / "models" / "clinic-reader")
 FACTS, NOTES, CHANGED = 20, 3, 2  # of a chart, and of an edit

@@ -48,8 +48,8 @@ class Sides:
         from cartridge_forge.learning.model.loading import load_model, tokenizer_of
         from cartridge_forge.learning.teacher import document_kv
         from cartridge_forge.learning.trainer import CartridgeTrainer
+        from cartridge_forge.plugins.spec_files.loading import load_spec
         from cartridge_forge.protocols.files import models_folder
-        from cartridge_forge.protocols.spec.loading import load_spec
 
         path = str(models_folder() / options.model)
         sets = [f"model.path={path}", "train.warm_start=null"]

@@ -61,7 +61,7 @@ class Scene:
         from cartridge_forge.learning.model.loading import load_model, load_tokenizer
         from cartridge_forge.learning.teacher import document_kv
         from cartridge_forge.plugins.documents.study.longhealth import open_prompts
-        from cartridge_forge.protocols.spec.loading import load_spec
+        from cartridge_forge.plugins.spec_files.loading import load_spec
 
         self.learn = learn = load_spec(str(MESH)).spec.learn
         self.tasks = open_prompts(learn, load_tokenizer(str(READER)))

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from cartridge_forge.forge_run.commands import note
 from cartridge_forge.forge_run.model_check import check
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.documents.retrieval import Bm25Router, Choice
 from cartridge_forge.plugins.documents.study.support import SupportingPassage, supporting_passages
 from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
@@ -38,21 +39,20 @@ from cartridge_forge.plugins.library.names import AUTO, parse_cartridge
 from cartridge_forge.plugins.library.store import CartridgeVersion
 from cartridge_forge.plugins.serve.engine.run_documents import document_of_source
 from cartridge_forge.plugins.serve.spec import VerifySpec, load_serve
+from cartridge_forge.plugins.spec_files.loading import load_resolved
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest, SampleResult
+from cartridge_forge.plugins.wire.foreign import read_json
 from cartridge_forge.protocols.errors import DataError, RunError, SpecError
 from cartridge_forge.protocols.files import model_names, models_folder
-from cartridge_forge.protocols.foreign import read_json
 from cartridge_forge.protocols.records.run_files import date_of
 from cartridge_forge.protocols.secrets import secret_text
-from cartridge_forge.protocols.spec.loading import load_resolved
 from cartridge_forge.protocols.spec.model import ModelSpec
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
 from cartridge_forge.protocols.step import Sampling, document_ref
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 if TYPE_CHECKING:  # its import takes a second
+    from cartridge_forge.plugins.chat.renderer import ChatRenderer
     from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler
-    from cartridge_forge.training.renderer import ChatRenderer
 
 ANSWER_SECONDS = 300.0  # most of a server's answer
 LEAST_READ = 64  # tokens of passages, of a shorter cartridge too

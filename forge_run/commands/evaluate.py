@@ -22,6 +22,7 @@ from cartridge_forge.forge_run.commands import note
 from cartridge_forge.forge_run.launch import generator_processes
 from cartridge_forge.plugins.evaluate.records import Contamination, EvalRow, Evaluation
 from cartridge_forge.plugins.evaluate.spec import EvalSpec
+from cartridge_forge.plugins.spec_files.loading import load_file
 from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.plugins.watch.console import shown_path
 from cartridge_forge.plugins.watch.report.evaluation import (
@@ -33,7 +34,6 @@ from cartridge_forge.plugins.watch.report.evaluation import (
 )
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.files import REPOSITORY, json_lines, write_atomically
-from cartridge_forge.protocols.spec.loading import load_file
 from cartridge_forge.services.run_directory import EVAL_ANSWERS, EVALUATION
 
 if TYPE_CHECKING:

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from cartridge_forge.plugins.spec_files.keys import (
+    SpecFile,
+    SpecKey,
+    near_keys,
+    spec_files,
+    spec_keys,
+)
 from cartridge_forge.plugins.statistics.formatting import TableSection, facts
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.keys import SpecFile, SpecKey, near_keys, spec_files, spec_keys
 
 HEADS = ("key", "type", "default", "meaning")
 

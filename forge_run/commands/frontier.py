@@ -26,12 +26,12 @@ from cartridge_forge.plugins.evaluate.strategies import (
     findings_questions,
     option_questions,
 )
+from cartridge_forge.plugins.spec_files.loading import load_file, load_resolved
 from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.plugins.watch.report.frontier import arms_table, cells
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.files import REPOSITORY, json_lines, write_atomically
 from cartridge_forge.protocols.records.answers import Answer, AnswerRow, to_row
-from cartridge_forge.protocols.spec.loading import load_file, load_resolved
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.protocols.step import PrefixRef
 from cartridge_forge.services.run_directory import FRONTIER, FRONTIER_ANSWERS, RunDirectory

@@ -20,10 +20,10 @@ from cartridge_forge.plugins.cluster.manifests.objects import IMAGE, dashed, set
 from cartridge_forge.plugins.cluster.manifests.sizing import model_size, server_resources
 from cartridge_forge.plugins.cluster.spec import DeploymentSpec, GpuClassSpec
 from cartridge_forge.plugins.serve.spec import load_serve
+from cartridge_forge.plugins.spec_files.keys import named_mesh
+from cartridge_forge.plugins.spec_files.loading import load_file, load_spec
+from cartridge_forge.plugins.spec_files.yaml_source import read_yaml
 from cartridge_forge.protocols.files import REPOSITORY
-from cartridge_forge.protocols.spec.keys import named_mesh
-from cartridge_forge.protocols.spec.loading import load_file, load_spec
-from cartridge_forge.protocols.spec.yaml_source import read_yaml
 
 MONITORING = REPOSITORY / "deploy" / "monitoring"
 PODS = "hosts.kind=kubernetes"

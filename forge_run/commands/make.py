@@ -31,10 +31,10 @@ from cartridge_forge.plugins.documents.reading import ReadResult, read_documents
 from cartridge_forge.plugins.library.names import AUTO, is_name, romanised
 from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.plugins.serve.spec import load_serve
+from cartridge_forge.plugins.spec_files.keys import named_mesh
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import models_folder
-from cartridge_forge.protocols.spec.keys import named_mesh
-from cartridge_forge.protocols.spec.loading import load_spec
 
 MESH = "documents"  # the shipped one
 MODEL_ROLES = ("generator", "doc_teacher", "trainer")

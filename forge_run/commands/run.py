@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from cartridge_forge.forge_run.child import in_child
 from cartridge_forge.plugins.rsa.spec import RsaLearn
+from cartridge_forge.plugins.spec_files.loading import LoadedSpec, load_spec
 from cartridge_forge.plugins.statistics.formatting import TableSection
-from cartridge_forge.protocols.spec.loading import LoadedSpec, load_spec
 from cartridge_forge.services.run_directory import RunDirectory
 
 if TYPE_CHECKING:

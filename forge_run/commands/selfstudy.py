@@ -25,11 +25,11 @@ from cartridge_forge.plugins.documents.drafts import SynthesisPlan
 from cartridge_forge.plugins.documents.synthesis import model_name, write_study
 from cartridge_forge.plugins.documents.synthesis_rows import counts, write_parquet
 from cartridge_forge.plugins.rsa.spec import RsaLearn
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.plugins.strategies.samplers.sampler import Sampler
 from cartridge_forge.protocols.errors import DataError, SpecError
 from cartridge_forge.protocols.files import write_atomically
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RunSpec
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cartridge_forge.forge_run.commands import note
+from cartridge_forge.forge_run.forkserver.client import fork_server
 from cartridge_forge.forge_run.launch import ENGINE, kill_mesh, prepare_process
 from cartridge_forge.forge_run.model_check import check
 from cartridge_forge.forge_run.preflight import EMBEDDED, ON_VLLM, Fault, located, vllm_faults
@@ -32,14 +33,13 @@ from cartridge_forge.plugins.serve.spec import (
     ServeSpec,
     load_serve,
 )
+from cartridge_forge.plugins.spec_files.errors import SpecProblem, combined
+from cartridge_forge.plugins.spec_files.loading import LoadedFile
 from cartridge_forge.plugins.statistics.formatting import TableSection, bytes_text, facts, lines
 from cartridge_forge.plugins.wire.listening import listen
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.secrets import secret_text
-from cartridge_forge.protocols.spec.errors import SpecProblem, combined
-from cartridge_forge.protocols.spec.loading import LoadedFile
 from cartridge_forge.protocols.spec.model import VALUE_BYTES, ShapeSpec, model_shape
-from cartridge_forge.services.forkserver.client import fork_server
 
 if TYPE_CHECKING:
     from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo

@@ -34,8 +34,8 @@ from cartridge_forge.plugins.library.names import parse_cartridge
 from cartridge_forge.plugins.library.store import DOCUMENT, CartridgeStore, CartridgeVersion
 from cartridge_forge.plugins.serve.engine.run_documents import document_of_source
 from cartridge_forge.plugins.serve.spec import load_serve
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.model import ModelSpec
 
 STEM = Path(DOCUMENT).stem  # what a run calls a text that the library keeps

@@ -23,9 +23,9 @@ from cartridge_forge.forge_run.experiments.table import table
 from cartridge_forge.forge_run.experiments.trials import Trial, require_all
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
 from cartridge_forge.plugins.evaluate.spec import SweepSpec
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.loading import load_spec
 
 # Keys that switch off an arm's channels. They override the user's --set.
 NO_DOC, NO_SDPO = {"objective.w_doc": 0}, {"objective.alpha": 0}

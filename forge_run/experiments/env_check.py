@@ -19,11 +19,11 @@ from cartridge_forge.plugins.episodes.environments.checking import (
 )
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
+from cartridge_forge.plugins.spec_files.keys import is_shipped_mesh
+from cartridge_forge.plugins.spec_files.loading import load_spec
+from cartridge_forge.plugins.spec_files.yaml_source import parse_value
 from cartridge_forge.plugins.statistics.formatting import TableSection, facts, render
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.keys import is_shipped_mesh
-from cartridge_forge.protocols.spec.loading import load_spec
-from cartridge_forge.protocols.spec.yaml_source import parse_value
 
 COLUMNS = ("agent", "task", "turns", "reward", "slowest move", "ended as")
 WORDS_A_TOKEN = 0.75  # of English, where no tokenizer is known

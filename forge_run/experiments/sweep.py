@@ -34,11 +34,11 @@ from cartridge_forge.forge_run.experiments.trials import (
     write_record,
 )
 from cartridge_forge.plugins.evaluate.spec import SweepSpec
+from cartridge_forge.plugins.spec_files.keys import named_config
+from cartridge_forge.plugins.spec_files.loading import load_file, load_spec
 from cartridge_forge.plugins.statistics.formatting import TableSection, count_text
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.files import write_atomically
-from cartridge_forge.protocols.spec.keys import named_config
-from cartridge_forge.protocols.spec.loading import load_file, load_spec
 from cartridge_forge.services.run_directory import RunDirectory
 
 # Keys that save time and do not change the table. The sweep's own keys override them.

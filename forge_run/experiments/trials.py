@@ -19,10 +19,10 @@ from cartridge_forge.forge_run.experiments.child_run import ChildRun
 from cartridge_forge.forge_run.model_check import check_for_run
 from cartridge_forge.forge_run.preflight import require_runnable
 from cartridge_forge.forge_run.resuming import differences
+from cartridge_forge.plugins.spec_files.loading import load_resolved
 from cartridge_forge.plugins.watch.console import duration, shown_path
 from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.protocols.files import write_atomically
-from cartridge_forge.protocols.spec.loading import load_resolved
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.services.run_directory import RunDirectory
 

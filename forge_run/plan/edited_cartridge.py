@@ -25,6 +25,7 @@ from cartridge_forge.learning.initialization import NO_STUDY, StudyPrompts
 from cartridge_forge.learning.model.control_tokens import special_in
 from cartridge_forge.learning.model.loading import base_hash, load_model, load_tokenizer
 from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.documents.edits import (
     Span,
     TextChange,
@@ -47,7 +48,6 @@ from cartridge_forge.plugins.library.refit import DocumentEdit, refitted
 from cartridge_forge.plugins.library.store import ORIGIN, UPDATES
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.records.run_files import date_of, source_of
-from cartridge_forge.training.renderer import ChatRenderer
 
 TOKENIZER, CHANGES = "tokenizer_sha256", "changes"  # in a cartridge's source, and in an update's
 BEFORE, BEHIND = 24, 16  # tokens of the text that a row of changed tokens has on each side

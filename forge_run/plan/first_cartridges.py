@@ -28,6 +28,8 @@ from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.initialization import untrained_bank
 from cartridge_forge.learning.model.loading import base_hash, load_model, load_tokenizer
 from cartridge_forge.learning.teacher import DocumentKVCache, document_kv, response_logprobs
+from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.documents.corpus import Corpus, read_parts
 from cartridge_forge.plugins.documents.edits import JOINED
 from cartridge_forge.plugins.documents.retrieval import count_terms
@@ -38,8 +40,6 @@ from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
 from cartridge_forge.plugins.library.terms import Passages
 from cartridge_forge.protocols.records.run_files import source_of
 from cartridge_forge.protocols.step import NO_DOCUMENT, Sample
-from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.training.renderer import ChatRenderer
 
 HELD_OUT = 16  # prompts about a cartridge's documents
 KINDS = ("continue", "cloze")

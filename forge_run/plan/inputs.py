@@ -74,10 +74,10 @@ def row_lengths(learn: RsaLearn, rows: RowSet) -> list[str]:
     Raises DataError where none is left to train on, and for documents that no cartridge can stand
     for.
     """
+    from cartridge_forge.plugins.chat.renderer import ChatRenderer
     from cartridge_forge.plugins.documents.rows.checks import require_lengths
     from cartridge_forge.plugins.documents.study.material import row_corpus
     from cartridge_forge.plugins.episodes.task_sources.base import PRIMER, PRIMER_TEXT
-    from cartridge_forge.training.renderer import ChatRenderer
 
     tokenizer = tokenizer_at(learn.model.path)
     if tokenizer is None:
@@ -118,8 +118,8 @@ def _longer(
 ) -> list[tuple[int, DatasetRow]]:
     """Return the rows whose prompt has more than `most` tokens, each after its number of tokens.
     Those of few bytes are not tokenized: no token is less than a byte."""
+    from cartridge_forge.plugins.chat.messages import AgentMessage
     from cartridge_forge.plugins.episodes.task_sources.base import PRIMER
-    from cartridge_forge.protocols.teacher_replay import AgentMessage
 
     empty = len(conversation.opening(PRIMER, (AgentMessage("user", "x"),)))
     long_rows = []

@@ -37,6 +37,7 @@ from cartridge_forge.plugins.cluster.manifests.sizing import (
 )
 from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
 from cartridge_forge.plugins.rsa.spec import RsaLearn
+from cartridge_forge.plugins.spec_files.yaml_source import SourceLocation
 from cartridge_forge.plugins.statistics.formatting import (
     TableSection,
     bytes_text,
@@ -53,7 +54,6 @@ from cartridge_forge.protocols.spec.model import (
     matmul_parameters,
     model_shape,
 )
-from cartridge_forge.protocols.spec.yaml_source import SourceLocation
 
 AT_RUN_TIME = "measured at run time"
 

@@ -15,10 +15,10 @@ from cartridge_forge.plugins.library.starting import (
     require_fit_of,
     start_lines,
 )
+from cartridge_forge.plugins.spec_files.loading import load_resolved
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.files import read_rows
 from cartridge_forge.protocols.spec.cartridge import StartSpec
-from cartridge_forge.protocols.spec.loading import load_resolved
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.services.run_directory import RunDirectory, outcome
 

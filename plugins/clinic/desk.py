@@ -25,9 +25,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from cartridge_forge.plugins.chat.messages import AgentTool, ToolAction
 from cartridge_forge.plugins.clinic import vocabulary as words
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.teacher_replay import AgentTool, ToolAction
 
 TEXT = {"type": "string"}
 TOOLS: tuple[AgentTool, ...] = (

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from cartridge_forge.plugins.spec_files.keys import SpecFile
 from cartridge_forge.protocols.spec.base import PATTERN_RULES, AsTuple, SpecSection, broken
-from cartridge_forge.protocols.spec.keys import SpecFile
 from cartridge_forge.protocols.spec.mesh import HostsSpec, MeshSpec
 
 _WORD = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.documents.chunks import Chunk, random_chunk
 from cartridge_forge.plugins.documents.corpus import CorpusDocument
 from cartridge_forge.plugins.documents.filters import TextBounds
@@ -21,7 +22,6 @@ from cartridge_forge.plugins.documents.synthesis_rows import StudyRow
 from cartridge_forge.plugins.documents.text_turns import question_prompt, quizzed, text_turn
 from cartridge_forge.protocols.files import utc_text
 from cartridge_forge.protocols.step import stream_seed
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 AROUND = 1200  # characters of the text on each side of words that B is asked about
 

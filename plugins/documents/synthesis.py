@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.documents.corpus import CorpusDocument
 from cartridge_forge.plugins.documents.drafts import (
     DraftRow,
@@ -42,7 +43,6 @@ from cartridge_forge.protocols.files import (
     write_atomically,
 )
 from cartridge_forge.protocols.step import Sampling, stream_seed
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 BATCH = 32  # items written together: a kill loses at most so many
 

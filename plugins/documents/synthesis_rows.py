@@ -10,10 +10,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import replacing
 from cartridge_forge.protocols.packages import extra_command
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 SCHEMA = 1
 

@@ -19,6 +19,7 @@ from functools import lru_cache
 
 import regex
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.documents.words import (
     CLAUSE_END,
     LINE_END,
@@ -29,7 +30,6 @@ from cartridge_forge.plugins.documents.words import (
     unspaced,
     word_spans,
 )
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 TURNS: Mapping[str, tuple[str, ...]] = {
     "recite": (

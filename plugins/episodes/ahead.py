@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from cartridge_forge.protocols.episodes import Episode
+from cartridge_forge.plugins.chat.episodes import Episode
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.step import Completion, GenerateRequest
 from cartridge_forge.services.clients import Replied

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cartridge_forge.protocols.episodes import (
+from cartridge_forge.plugins.chat.episodes import (
     EnvironmentReply,
     EnvironmentRequest,
     Observation,

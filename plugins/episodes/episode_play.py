@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import zip_longest
 
+from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Episode, Observation, Task
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.episodes.environments.monitors import flagged
 from cartridge_forge.plugins.episodes.environments.rollout import (
     Ended,
@@ -21,11 +23,9 @@ from cartridge_forge.plugins.episodes.environments.rollout import (
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
 from cartridge_forge.plugins.episodes.task_sources.base import TaskSource
 from cartridge_forge.plugins.episodes.task_sources.rewards import EpisodeRewards
-from cartridge_forge.protocols.episodes import EnvironmentRequest, Episode, Observation, Task
 from cartridge_forge.protocols.step import PrefixRef, Sampling, stream_seed
 from cartridge_forge.services.pool.pool import gather
 from cartridge_forge.training.records import GenerateCall
-from cartridge_forge.training.renderer import ChatRenderer
 
 
 class EpisodePlay:

@@ -10,6 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
+from cartridge_forge.plugins.chat.episodes import Episode, TurnHint
+from cartridge_forge.plugins.chat.messages import AgentMessage, ReplayState, TextAction
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.episodes.environments.hints import (
     FailedTurn,
     checked_hint,
@@ -21,13 +24,10 @@ from cartridge_forge.plugins.episodes.environments.hints import (
 )
 from cartridge_forge.plugins.episodes.spec.objective import HintSpec
 from cartridge_forge.plugins.replay.client import TeacherReplayClient
-from cartridge_forge.protocols.episodes import Episode, TurnHint
 from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
-from cartridge_forge.protocols.teacher_replay import AgentMessage, ReplayState, TextAction
 from cartridge_forge.services.pool.pool import Pool
 from cartridge_forge.training.records import GenerateCall
-from cartridge_forge.training.renderer import ChatRenderer
 
 
 class HintWriter:

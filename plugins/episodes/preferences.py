@@ -16,6 +16,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from cartridge_forge.learning.policy_scores import is_stale
+from cartridge_forge.plugins.chat import messages as teacher_replay
+from cartridge_forge.plugins.chat.messages import PanelVerdict, ReplayState
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.episodes.environments.action_parsing import ActionFormat
 from cartridge_forge.plugins.episodes.environments.training_signals import training_pair
 from cartridge_forge.plugins.replay.client import TeacherReplayClient
@@ -23,13 +26,10 @@ from cartridge_forge.plugins.replay.prompts import state_hash
 from cartridge_forge.plugins.replay.spec import DpoSpec, ReplaySpec
 from cartridge_forge.plugins.replay.vote_records import from_row, to_row
 from cartridge_forge.plugins.replay.voting import pair_of, worth_asking
-from cartridge_forge.protocols import teacher_replay
 from cartridge_forge.protocols.errors import DataError, RunError
 from cartridge_forge.protocols.step import PreferencePair
-from cartridge_forge.protocols.teacher_replay import PanelVerdict, ReplayState
 from cartridge_forge.services.clients import HintedTeacherClient, TrainerClient
 from cartridge_forge.services.pool.pool import Pool
-from cartridge_forge.training.renderer import ChatRenderer
 
 UNKNOWN = -1  # the version of a reference that is not computed yet
 

@@ -20,6 +20,11 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from cartridge_forge.plugins.chat.episodes import Episode, Task, TurnHint, written_offline
+from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
 from cartridge_forge.plugins.episodes.ahead import (
     GroupsAhead,
@@ -60,7 +65,6 @@ from cartridge_forge.plugins.episodes.task_sources.opening import open_tasks
 from cartridge_forge.plugins.episodes.task_sources.rewards import EpisodeRewards
 from cartridge_forge.plugins.replay.ledger import RunSpending
 from cartridge_forge.plugins.statistics.intervals import wilson_interval
-from cartridge_forge.protocols.episodes import Episode, Task, TurnHint
 from cartridge_forge.protocols.layout import layout_of
 from cartridge_forge.protocols.records.answers import Answer, KeepAnswers, hash_of
 from cartridge_forge.protocols.records.run_files import MeasuredAccuracy
@@ -75,7 +79,6 @@ from cartridge_forge.protocols.step import (
     TrainBatch,
     hinted,
 )
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.services.mesh import Mesh
 from cartridge_forge.services.run_directory import RunDirectory
 from cartridge_forge.training.recipe import Recipe, Route, drawn_steps, own_cartridge
@@ -87,9 +90,9 @@ from cartridge_forge.training.records import (
     is_offline,
     no_scoring,
     refill_counts,
-    written_offline,
 )
-from cartridge_forge.training.renderer import ChatRenderer
+
+_EPISODE = TypeAdapter(Episode)
 
 
 class ToolEpisodesRecipe(Recipe):
@@ -213,6 +216,15 @@ class ToolEpisodesRecipe(Recipe):
         """Return how many tasks of a step are lacking, less those whose rewards do not vary."""
         rl = rl_samples([e for group in groups for e in group])
         return self._episodes.tasks - len(varying(rl, self._objective.grpo))
+
+    def restored(self, saved: dict[str, Any]) -> Rollout:
+        """Return a rollout that a checkpoint saved before it was trained, with its episodes."""
+        rollout = super().restored(saved)
+        return replace(
+            rollout,
+            episodes=tuple(_EPISODE.validate_python(episode) for episode in rollout.episodes),
+            hints=tuple(TurnHint(**hint) for hint in rollout.hints),
+        )
 
     async def offline(self, first: int, generate: GenerateCall) -> list[Rollout]:
         """Return one step's episodes as the model plays them that has the document in context. The

@@ -19,6 +19,8 @@ from torch import Tensor
 from cartridge_forge.learning.checkpoint import last_of_arms
 from cartridge_forge.learning.initialization import first_of_each, parts_of
 from cartridge_forge.learning.teacher import context_ids
+from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.documents.near_duplicates import LocatedText
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.passages import (
@@ -34,15 +36,13 @@ from cartridge_forge.plugins.documents.study.routing import RoutedQuestions
 from cartridge_forge.plugins.evaluate.arms import EvalArm
 from cartridge_forge.plugins.evaluate.questions import EvalSubjects, EvalSuite, first_tokens_of
 from cartridge_forge.plugins.library.formats.run_checkpoint import read_all
+from cartridge_forge.plugins.spec_files.loading import load_resolved
 from cartridge_forge.protocols.errors import CheckpointError, DataError, SpecError
 from cartridge_forge.protocols.files import iter_rows
-from cartridge_forge.protocols.spec.loading import load_resolved
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.protocols.step import NO_DOCUMENT, SEPARATOR, PrefixRef
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.services.run_directory import RunDirectory
 from cartridge_forge.training.records import contexts_of, with_title
-from cartridge_forge.training.renderer import ChatRenderer
 
 KINDS = (
     "none", "document", "truncated", RETRIEVED, "untrained", "offline", "hybrid", "on_policy",

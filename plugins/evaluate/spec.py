@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from cartridge_forge.plugins.spec_files.keys import SpecFile
 from cartridge_forge.plugins.strategies.spec import ProcessRewardSpec
 from cartridge_forge.protocols.spec.base import AsTuple, SpecSection, broken, repeated
-from cartridge_forge.protocols.spec.keys import SpecFile
 
 Sets = dict[str, Any]  # dotted key of the mesh or the config -> value
 

@@ -21,6 +21,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.clinic.findings import (
     FindingsQuestion,
     all_right,
@@ -43,7 +44,6 @@ from cartridge_forge.plugins.strategies.problem import Judge, StrategyResult
 from cartridge_forge.plugins.strategies.samplers.sampler import Sampler
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.records.answers import Answer, hash_of
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.training.records import interleave, with_title
 
 

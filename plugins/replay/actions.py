@@ -19,8 +19,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.teacher_replay import (
+from cartridge_forge.plugins.chat.messages import (
     Action,
     AgentTool,
     OptionAction,
@@ -28,6 +27,7 @@ from cartridge_forge.protocols.teacher_replay import (
     TextAction,
     ToolAction,
 )
+from cartridge_forge.protocols.errors import DataError
 
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")  # JSON's own
 LONGEST_NUMBER = 24  # characters; a longer string of digits is an identifier

@@ -20,8 +20,8 @@ import math
 from collections import deque
 from dataclasses import dataclass, field, replace
 
+from cartridge_forge.plugins.chat.messages import NANO, TeacherUsage
 from cartridge_forge.plugins.replay.spec import PriceSpec
-from cartridge_forge.protocols.teacher_replay import NANO, TeacherUsage
 
 WINDOW_S = 60.0  # of `requests_per_minute`
 

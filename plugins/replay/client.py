@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cartridge_forge.protocols.teacher_replay import PanelVerdict, ReplayState
+from cartridge_forge.plugins.chat.messages import PanelVerdict, ReplayState
 from cartridge_forge.services.clients import RoleClient
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import httpx2
 from pydantic import SecretStr
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.replay.prompts import (
     ANSWER_SCHEMA,
     ATTEMPT_HEADER,
@@ -36,9 +37,8 @@ from cartridge_forge.plugins.replay.replies import (
     read_message,
 )
 from cartridge_forge.plugins.replay.spec import OFFICIAL_URLS, Provider, ReplayTeacherSpec
-from cartridge_forge.protocols.foreign import MOST_BYTES, stays
+from cartridge_forge.plugins.wire.foreign import MOST_BYTES, stays
 from cartridge_forge.protocols.secrets import SHORTEST, read_secret
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout, httpx2.ProxyError)
 # All headers that an isolated client sends, besides x-stainless-*.

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+from cartridge_forge.plugins.chat.messages import AgentMessage, ToolAction
 from cartridge_forge.plugins.clinic.desk import call_text
 from cartridge_forge.plugins.clinic.vocabulary import DEPARTMENTS
 from cartridge_forge.plugins.replay.fake_provider.app import (
@@ -26,7 +27,6 @@ from cartridge_forge.plugins.replay.spec import LocalSpec, ReplayLearn, ReplaySp
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.secrets import LOCAL_KEY
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.teacher_replay import AgentMessage, ToolAction
 
 KEY_ENV = LOCAL_KEY
 

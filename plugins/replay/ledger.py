@@ -39,6 +39,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from cartridge_forge.plugins.chat.messages import NANO, TeacherUsage
 from cartridge_forge.plugins.replay.budget import (
     ANSWERED,
     INTERRUPTED,
@@ -53,7 +54,6 @@ from cartridge_forge.plugins.replay.budget import (
 )
 from cartridge_forge.protocols.errors import DataError, RunError
 from cartridge_forge.protocols.files import flush
-from cartridge_forge.protocols.teacher_replay import NANO, TeacherUsage
 
 SCHEMA = 1
 LOCK_TIMEOUT_S = 30.0

@@ -16,6 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from cartridge_forge.plugins.chat.messages import (
+    AgentMessage,
+    PanelVerdict,
+    ReplayState,
+    TeacherVote,
+    TextAction,
+)
 from cartridge_forge.plugins.replay.actions import dense
 from cartridge_forge.plugins.replay.budget import (
     ANSWERED,
@@ -51,13 +58,6 @@ from cartridge_forge.plugins.replay.prompts import (
 from cartridge_forge.plugins.replay.spec import ReplaySpec, ReplayTeacherSpec
 from cartridge_forge.plugins.replay.voting import decide, next_to_ask, worth_asking
 from cartridge_forge.protocols.errors import RunError
-from cartridge_forge.protocols.teacher_replay import (
-    AgentMessage,
-    PanelVerdict,
-    ReplayState,
-    TeacherVote,
-    TextAction,
-)
 
 LONGEST_WAIT_S = 0.25  # between two admissions: the call may be admitted sooner than predicted
 

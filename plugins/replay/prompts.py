@@ -11,9 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cartridge_forge.plugins.replay.actions import canonical, dense, fault
-from cartridge_forge.plugins.replay.spec import ReplayTeacherSpec
-from cartridge_forge.protocols.teacher_replay import (
+from cartridge_forge.plugins.chat.messages import (
     Action,
     OptionAction,
     ReplayState,
@@ -21,6 +19,8 @@ from cartridge_forge.protocols.teacher_replay import (
     TextAction,
     ToolAction,
 )
+from cartridge_forge.plugins.replay.actions import canonical, dense, fault
+from cartridge_forge.plugins.replay.spec import ReplayTeacherSpec
 
 # Part of every call's key: raise it when the prompt or the reading of answers changes, so that no
 # stored answer to an older prompt is used.

@@ -27,10 +27,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from cartridge_forge.plugins.chat.messages import TeacherUsage
 from cartridge_forge.plugins.replay.budget import ANSWERED, reported
 from cartridge_forge.plugins.replay.prompts import TeacherReply
-from cartridge_forge.protocols.foreign import count, number, read_json, value_of
-from cartridge_forge.protocols.teacher_replay import TeacherUsage
+from cartridge_forge.plugins.wire.foreign import count, number, read_json, value_of
 
 UNREADABLE = "unreadable"
 UNFINISHED = "unfinished"  # it ended for a reason that leaves it incomplete

@@ -12,14 +12,14 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from cartridge_forge.plugins.replay.prompts import state_hash
-from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.teacher_replay import (
+from cartridge_forge.plugins.chat.messages import (
     PanelVerdict,
     PreferenceActions,
     ReplayState,
     TeacherVote,
 )
+from cartridge_forge.plugins.replay.prompts import state_hash
+from cartridge_forge.protocols.errors import DataError
 
 SCHEMA = 1
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from cartridge_forge.plugins.replay.actions import canonical
-from cartridge_forge.plugins.replay.prompts import state_hash
-from cartridge_forge.plugins.replay.spec import GateSpec
-from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.teacher_replay import (
+from cartridge_forge.plugins.chat.messages import (
     PanelVerdict,
     PreferenceActions,
     ReplayState,
     TeacherVote,
     VerdictReason,
 )
+from cartridge_forge.plugins.replay.actions import canonical
+from cartridge_forge.plugins.replay.prompts import state_hash
+from cartridge_forge.plugins.replay.spec import GateSpec
+from cartridge_forge.protocols.errors import DataError
 
 
 def worth_asking(state: ReplayState, gate: GateSpec) -> str:

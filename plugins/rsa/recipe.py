@@ -17,6 +17,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from cartridge_forge.plugins.chat.episodes import Episode, Observation, Task, Turn
+from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.episodes.ahead import (
     GroupsAhead,
     JoinedGenerate,
@@ -32,7 +35,6 @@ from cartridge_forge.plugins.rsa.rollouts import CandidateRecord, PlayedRun, RSA
 from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.plugins.statistics.intervals import SHARE, mean_interval
 from cartridge_forge.plugins.strategies.rsa.populations import RSAProblem, reward
-from cartridge_forge.protocols.episodes import Episode, Observation, Task, Turn
 from cartridge_forge.protocols.errors import DataError, RunError
 from cartridge_forge.protocols.layout import layout_of
 from cartridge_forge.protocols.records.answers import Answer, KeepAnswers, hash_of
@@ -51,7 +53,6 @@ from cartridge_forge.protocols.step import (
     Sampling,
     TrainBatch,
 )
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.services.clients import Replied
 from cartridge_forge.services.mesh import Mesh
 from cartridge_forge.services.pool.pool import gather
@@ -67,7 +68,6 @@ from cartridge_forge.training.records import (
     no_scoring,
     refill_counts,
 )
-from cartridge_forge.training.renderer import ChatRenderer
 
 
 @dataclass(frozen=True)

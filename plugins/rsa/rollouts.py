@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.strategies.rsa.populations import (
     AggregationInput,
     JudgedCandidate,
@@ -28,7 +29,6 @@ from cartridge_forge.protocols.step import (
     stream_seed,
 )
 from cartridge_forge.training.records import GenerateCall
-from cartridge_forge.training.renderer import ChatRenderer
 
 UNJUDGED = JudgedCandidate(None, None)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.library.store import CartridgeVersion
 from cartridge_forge.plugins.serve.routing import RoutedChoice
 from cartridge_forge.plugins.serve.structured.tools import ToolOffer
@@ -22,7 +23,6 @@ from cartridge_forge.protocols.step import (
     Sampling,
     StopCondition,
 )
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 VerifyMode = Literal["after", "exact", "auto"]
 

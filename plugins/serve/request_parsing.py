@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from cartridge_forge.learning.decode import LEAST_MASS
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.grammar.grammar import Grammars
 from cartridge_forge.plugins.library.names import (
     AUTO,
@@ -53,7 +54,6 @@ from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.grammar import ResponseGrammar
 from cartridge_forge.protocols.logit_rules import LogitRules
 from cartridge_forge.protocols.step import Sampling
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 DEFAULT_TOKENS = 16  # of a completion, OpenAI's default
 GENERAL = "general"  # the default form of answers

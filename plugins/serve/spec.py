@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, ValidationInfo, field_validator
 
 from cartridge_forge.plugins.replay.spec import open_url
+from cartridge_forge.plugins.spec_files.keys import SpecFile
+from cartridge_forge.plugins.spec_files.loading import LoadedFile, load_sets
 from cartridge_forge.plugins.strategies.spec import ProcessRewardSpec
 from cartridge_forge.protocols.files import REPOSITORY, library_folder
 from cartridge_forge.protocols.secrets import SecretName
 from cartridge_forge.protocols.spec.base import AsTuple, LocalPath, SpecSection, broken
-from cartridge_forge.protocols.spec.keys import SpecFile
-from cartridge_forge.protocols.spec.loading import LoadedFile, load_sets
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.spec.model import ModelSpec, settled
 from cartridge_forge.protocols.spec.sections import GeneratorSpec

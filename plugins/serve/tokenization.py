@@ -18,6 +18,8 @@ from itertools import groupby
 from typing import Any
 
 from cartridge_forge.learning.model.control_tokens import special_tokens
+from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.serve.errors import bad_request, refusing
 from cartridge_forge.plugins.serve.spec import CallFormatName
 from cartridge_forge.plugins.serve.structured.call_formats import (
@@ -28,8 +30,6 @@ from cartridge_forge.plugins.serve.structured.call_formats import (
 )
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import NO_DOCUMENT, require_ids
-from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool
-from cartridge_forge.training.renderer import ChatRenderer
 
 STAND_IN = "cartridge"  # rendered and cut off: a placeholder for the cartridge's document
 DATES = 32  # of cartridges, whose renderers are kept

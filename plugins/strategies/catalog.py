@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 
 from pydantic import TypeAdapter, ValidationError
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.strategies.adaptive import AdaptiveScaling
 from cartridge_forge.plugins.strategies.answers.extract import FORMS, Form
 from cartridge_forge.plugins.strategies.deepconf import DeepConf
@@ -34,7 +35,6 @@ from cartridge_forge.plugins.strategies.scorers import token_judge
 from cartridge_forge.plugins.strategies.search import BeamSearch, BestOfN
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import Sampling
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 
 class Strategy(Protocol):

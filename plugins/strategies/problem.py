@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.strategies.answers.extract import Form
 from cartridge_forge.plugins.strategies.samplers.sampler import PartialResponse, SampleRequest
 from cartridge_forge.plugins.strategies.samplers.token_budget import TokenSpend
 from cartridge_forge.protocols.step import Sampling, StopCondition, stream_seed
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 Judge = Callable[[Sequence[str]], Awaitable[Sequence[float]]]
 """Return for each text the probability that its last step is good (process reward model)."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.strategies.problem import Judge, StrategyProblem
 from cartridge_forge.plugins.strategies.samplers.sampler import (
     Ability,
@@ -30,7 +31,6 @@ from cartridge_forge.plugins.strategies.samplers.sampler import (
 from cartridge_forge.plugins.strategies.steps import StepPath
 from cartridge_forge.protocols.errors import DataError, RunError
 from cartridge_forge.protocols.step import Sampling
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 ScorerName = Literal["sequence_logprob", "perplexity", "entropy", "gap", "process_reward"]
 NOTHING = -1e9

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from cartridge_forge.plugins.chat.messages import AgentTool, Role
 from cartridge_forge.plugins.wire.openai_tools import (
     AnsweredCall,
     HarnessCall,
@@ -25,7 +26,6 @@ from cartridge_forge.plugins.wire.openai_tools import (
 )
 from cartridge_forge.plugins.wire.parts import MAX_IDS, MAX_ITEMS, RequestPart, ResponsePart
 from cartridge_forge.protocols.logit_rules import LEAST_REPETITION, MOST_REPETITION
-from cartridge_forge.protocols.teacher_replay import AgentTool, Role
 
 MAX_SEED = 2**63 - 1
 MAX_COMPOSED = 8  # cartridges before one prompt

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from cartridge_forge.protocols.teacher_replay import TeacherUsage
+from cartridge_forge.plugins.chat.messages import TeacherUsage
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from cartridge_forge.plugins.chat.messages import AgentTool
 from cartridge_forge.plugins.wire.parts import RequestPart, ResponsePart
-from cartridge_forge.protocols.teacher_replay import AgentTool
 
 MAX_TOOLS = 64  # of one request, and calls of one message
 ToolName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]

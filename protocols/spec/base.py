@@ -2,8 +2,8 @@
 lists, paths and names.
 
 A rule between two keys of a section is a validator of the later key, which sees those before it. A
-broken rule states the requirement and the remedy; `protocols.spec.loading` adds the given value and
-its location.
+broken rule states the requirement and the remedy; `plugins.spec_files.loading` adds the given value
+and its location.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class StartSpec(SpecSection):
     )
 
 
-# Tags of a union are no keys: `protocols.spec.errors` leaves out what begins with this mark.
+# Tags of a union are no keys: `plugins.spec_files.errors` leaves out what begins with this mark.
 TAG = "|"
 
 

@@ -33,9 +33,9 @@ from typing import Any
 from cartridge_forge.forge_run.resuming import is_finished
 from cartridge_forge.plugins.clinic.text import load_patients
 from cartridge_forge.plugins.rsa.spec import RsaLearn
+from cartridge_forge.plugins.spec_files.loading import load_resolved, load_spec
 from cartridge_forge.protocols.errors import CheckpointError, DataError, ForgeError, SpecError
 from cartridge_forge.protocols.files import REPOSITORY, iter_rows, model_names, write_atomically
-from cartridge_forge.protocols.spec.loading import load_resolved, load_spec
 from cartridge_forge.services.run_directory import EVALUATION, RunDirectory
 from recipes.one_gpu.budget import (
     GRACE_SECONDS,

@@ -27,11 +27,10 @@ from typing import Any, TypeVar
 
 from monarch.actor import HostMesh, ProcMesh
 
-from cartridge_forge.actors.base import bootstrap, gpus_here
+from cartridge_forge.actors.base import bootstrap, bootstrap_command, gpus_here
 from cartridge_forge.actors.heartbeat import Heartbeat, HeartbeatActor, HeartbeatHandle, digest
 from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.protocols.step import NOT_BEGUN, Preparation
-from cartridge_forge.services.forkserver.client import bootstrap_command
 from cartridge_forge.services.pool.hosts import HostWorker, finish
 from cartridge_forge.services.proc_info import has_ended
 

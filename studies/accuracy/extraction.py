@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cartridge_forge.learning.decode import generate
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.clinic.text import sentences, structure_prompt, summarise_prompt
-from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.step import (
     BARE,
     NO_DOCUMENT,
@@ -17,7 +18,6 @@ from cartridge_forge.protocols.step import (
     Sampling,
     stream_seed,
 )
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.training.records import with_title
 from studies.accuracy.study import RightCount, StudyBench, share, table_row
 

@@ -42,11 +42,13 @@ from cartridge_forge.learning.teacher import (
     score_kept,
 )
 from cartridge_forge.learning.trainer import CartridgeTrainer
-from cartridge_forge.learning.verified.rows import VerifiedRows
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.clinic.text import recite_prompt, sentences, unique_cue
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
 from cartridge_forge.plugins.documents.study.verified import opened, trained_marks
+from cartridge_forge.plugins.verified.records import VerifyReply
+from cartridge_forge.plugins.verified.rows import VerifiedRows
 from cartridge_forge.protocols.files import REPOSITORY
 from cartridge_forge.protocols.step import (
     Completion,
@@ -59,8 +61,6 @@ from cartridge_forge.protocols.step import (
     TrainBatch,
     stream_seed,
 )
-from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.protocols.verification import VerifyReply
 from cartridge_forge.training.records import Rollout, as_rollout
 from studies.cells import table
 from studies.on_policy.arms import WARM, arms_of

@@ -28,7 +28,8 @@ from cartridge_forge.learning.decode import DecodeBatch, new_row
 from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.teacher import document_kv
-from cartridge_forge.learning.verified.decode import VerifiedBatch, VerifiedRow
+from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.clinic.patients import generate_clinic
 from cartridge_forge.plugins.clinic.text import (
     Patient,
@@ -38,9 +39,8 @@ from cartridge_forge.plugins.clinic.text import (
     unique_cue,
 )
 from cartridge_forge.plugins.library.attention_matching import attention_matched
+from cartridge_forge.plugins.verified.decode import VerifiedBatch, VerifiedRow
 from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
-from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.training.renderer import ChatRenderer
 
 READER = "models/clinic-reader"
 NGRAM = 3  # tokens that are looked up in the document, and fewer where they do not stand there

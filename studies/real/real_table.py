@@ -32,6 +32,8 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.record import ROOT, benchmark
+from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.documents.retrieval import Bm25Router
 from cartridge_forge.plugins.documents.study.prompts import reading
 from cartridge_forge.plugins.documents.study.question_files import (
@@ -39,13 +41,11 @@ from cartridge_forge.plugins.documents.study.question_files import (
     normalised,
     read_questions,
 )
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.processes import COMMAND, environment
 from cartridge_forge.protocols.files import write_atomically
 from cartridge_forge.protocols.records.answers import mean_nll
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
-from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.training.renderer import ChatRenderer
 
 MESH = ROOT / "meshes" / "documents.yaml"
 # A machine beside other work may take hours for a call.

@@ -6,10 +6,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from cartridge_forge.plugins.spec_files.loading import load_spec
+from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml
 from cartridge_forge.protocols.records.answers import Answer, to_row
 from cartridge_forge.protocols.records.run_files import MetricRow, RolloutRow
-from cartridge_forge.protocols.spec.loading import load_spec
-from cartridge_forge.protocols.spec.yaml_source import dump_yaml
 from cartridge_forge.services.run_directory import RunDirectory
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cartridge_forge.services.forkserver.client import fork_server
+from cartridge_forge.forge_run.forkserver.client import fork_server
 
 
 @pytest.fixture(scope="session", autouse=True)

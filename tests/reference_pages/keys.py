@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cartridge_forge.protocols.spec.keys import SpecFile, SpecKey, spec_files, spec_keys
+from cartridge_forge.plugins.spec_files.keys import SpecFile, SpecKey, spec_files, spec_keys
 from reference_pages.markdown import code, page, table
 
 HEADS = ("key", "type", "default", "meaning")

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from cartridge_forge.plugins.cluster.spec import ClusterHosts
-from cartridge_forge.protocols.spec.keys import SpecFile, spec_files
+from cartridge_forge.plugins.spec_files.keys import SpecFile, spec_files
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 

@@ -3,7 +3,7 @@
     forks_scenario.py deaths    kill replicas and the fork server; print what came of it as JSON
     forks_scenario.py wait      print the ids of all processes as JSON, and wait to be killed
 
-`tests/mesh/services/forkserver/test_forkserver.py` starts it, and judges.
+`tests/mesh/forge_run/forkserver/test_forkserver.py` starts it, and judges.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ os.environ["HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"] = "600s"
 
 from monarch.actor import Actor, MeshFailure, concurrent_endpoint, shutdown_context, this_host
 
+from cartridge_forge.forge_run.forkserver.client import fork_server
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.spec.services import HealthSpec
-from cartridge_forge.services.forkserver.client import fork_server
 from cartridge_forge.services.pool.pool import Pool
 from cartridge_forge.services.pool.service import Service
 from cartridge_forge.services.proc_info import descendants

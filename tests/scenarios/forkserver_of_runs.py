@@ -154,13 +154,13 @@ def serve(channel: socket.socket) -> tuple[list[str], dict[str, str], int] | Non
 
 
 class ForkedServer:
-    """The part of Popen that `services.forkserver.client` uses: the server's main, in a fork."""
+    """The part of Popen that `forge_run.forkserver.client` uses: the server's main, in a fork."""
 
     def __init__(
         self, command: Sequence[str], *, pass_fds: Sequence[int], env: dict[str, str],
         process_group: int,
     ) -> None:  # fmt: skip
-        from cartridge_forge.services.forkserver import server
+        from cartridge_forge.forge_run.forkserver import server
 
         self.pid = os.fork()
         if self.pid == 0:
@@ -186,7 +186,7 @@ def take_over(environment: dict[str, str]) -> None:
 
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
-    from cartridge_forge.services.forkserver import client, server
+    from cartridge_forge.forge_run.forkserver import client, server
 
     server.preload([*MODULES, *server.PRELOAD])
     for model in sys.argv[2:]:

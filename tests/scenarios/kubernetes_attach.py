@@ -26,7 +26,7 @@ from cartridge_forge.forge_run.commands.k8s import render
 from cartridge_forge.plugins.cluster.checks.schemas import definitions
 from cartridge_forge.plugins.cluster.hosts.kubernetes import KubernetesHosts
 from cartridge_forge.plugins.cluster.manifests.overlays import build
-from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.services.pool.hosts import HostWorker, attach
 
 MESH = str(Path(__file__).parents[2] / "meshes" / "longhealth.yaml")

@@ -20,8 +20,8 @@ from operator_loop import OperatorLoop, not_ready, ready, unschedulable, waiting
 from cartridge_forge.plugins.cluster.checks.schemas import definitions
 from cartridge_forge.plugins.cluster.hosts.kubernetes import KubernetesHosts
 from cartridge_forge.plugins.cluster.manifests.overlays import build
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import RunError
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.services.pool.hosts import HostWorker
 

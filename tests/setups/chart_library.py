@@ -15,7 +15,7 @@ from cartridge_forge.plugins.documents.study.longhealth import open_prompts
 from cartridge_forge.plugins.library.formats.base_model import read_base
 from cartridge_forge.plugins.library.store import CartridgeStore
 from cartridge_forge.plugins.rsa.spec import RsaLearn
-from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.plugins.spec_files.loading import load_spec
 
 NAME = "patient_01"
 

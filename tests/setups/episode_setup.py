@@ -10,6 +10,15 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from cartridge_forge.plugins.chat.episodes import (
+    EnvironmentRequest,
+    Episode,
+    Observation,
+    Task,
+    Turn,
+)
+from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.clinic.desk import (
     TOOLS,
     CaseState,
@@ -18,10 +27,7 @@ from cartridge_forge.plugins.clinic.desk import (
     draw_desk,
     reply_to,
 )
-from cartridge_forge.protocols.episodes import EnvironmentRequest, Episode, Observation, Task, Turn
 from cartridge_forge.protocols.step import Completion, GenerateRequest, Sampling
-from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.training.renderer import ChatRenderer
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "clinic-reader"
 HANDBOOK = "surgeon cardiology. sodium urology."

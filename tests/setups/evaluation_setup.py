@@ -21,10 +21,10 @@ from cartridge_forge.learning.teacher import context_ids, document_kv
 from cartridge_forge.plugins.evaluate.arms import ArmAnswers, EvalArm, sit
 from cartridge_forge.plugins.evaluate.questions import EvalSuite, first_tokens_of, set_paper
 from cartridge_forge.plugins.evaluate.spec import EvalSpec
+from cartridge_forge.plugins.spec_files.loading import load_spec
+from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.spec.yaml_source import dump_yaml
 from cartridge_forge.protocols.step import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef
 from cartridge_forge.services.run_directory import RunDirectory
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from small_run import MESH, SMALL
 
 from cartridge_forge.learning.step import check_fresh
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.plugins.watch.telemetry.hub import open_sinks
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.protocols.step import (
     CartridgeSnapshot,

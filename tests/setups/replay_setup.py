@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cartridge_forge.plugins.replay.fake_provider.app import ProviderRequest
-from cartridge_forge.plugins.replay.spec import GateSpec, PriceSpec, ReplaySpec, ReplayTeacherSpec
-from cartridge_forge.protocols.teacher_replay import (
+from cartridge_forge.plugins.chat.messages import (
     AgentMessage,
     AgentTool,
     ReplayState,
@@ -16,6 +14,8 @@ from cartridge_forge.protocols.teacher_replay import (
     TextAction,
     ToolAction,
 )
+from cartridge_forge.plugins.replay.fake_provider.app import ProviderRequest
+from cartridge_forge.plugins.replay.spec import GateSpec, PriceSpec, ReplaySpec, ReplayTeacherSpec
 
 KEY = "sk-test-0123456789abcdef"
 KEY_ENV = "FORGE_TEST_TEACHER_KEY"

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from replay_setup import KEY, KEY_ENV, a_spec, a_state, a_teacher
 
+from cartridge_forge.plugins.chat.messages import TeacherUsage
 from cartridge_forge.plugins.replay.budget import ANSWERED, CallNow, SettledCall, TeacherCall
 from cartridge_forge.plugins.replay.ledger import SpendLedger
 from cartridge_forge.plugins.replay.panel import TeacherPanel, ask_teachers, limits_of
-from cartridge_forge.protocols.teacher_replay import TeacherUsage
 
 RACE_CAP = 0.0005  # dollars: 500,000 nanodollars
 RACE_WORST, RACE_PAID = 10_000, 3_000

@@ -10,9 +10,9 @@ from typing import Any
 
 from scripted_sampler import Babbler
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.strategies.catalog import STRATEGIES, parse, run
 from cartridge_forge.plugins.strategies.problem import StrategyResult
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 ASKED = (AgentMessage("user", "what is it?"),)
 SMALL: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from cartridge_forge.plugins.evaluate.spec import FrontierSpec
-from cartridge_forge.protocols.spec.keys import section_in, spec_files
+from cartridge_forge.plugins.spec_files.keys import section_in, spec_files
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ("meshes", "configs", "deploy", "studies", "examples", "recipes")

@@ -12,8 +12,8 @@ from reference_pages.markdown import cell
 from reference_pages.schemas import schema_name
 from reference_pages.write import REFERENCE, written
 
-from cartridge_forge.protocols.spec.keys import CONFIG_FILE, MESH_FILE, other_kind, spec_files
-from cartridge_forge.protocols.spec.yaml_source import read_yaml
+from cartridge_forge.plugins.spec_files.keys import CONFIG_FILE, MESH_FILE, other_kind, spec_files
+from cartridge_forge.plugins.spec_files.yaml_source import read_yaml
 
 ROOT = Path(__file__).parents[2]
 GENERATED = written()

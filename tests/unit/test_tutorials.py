@@ -11,7 +11,7 @@ from tutorial_pages import CORE, ROOT, TUTORIALS, blocks, follow, page_files
 
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.longhealth import read_patients
-from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.plugins.spec_files.loading import load_spec
 
 PAGE = """
 # A page

@@ -24,9 +24,9 @@ from cartridge_forge.plugins.cluster.checks.findings import (
 from cartridge_forge.plugins.cluster.manifests.objects import HOME
 from cartridge_forge.plugins.cluster.manifests.sizing import ModelSize, known_size
 from cartridge_forge.plugins.serve.spec import ServeSpec, load_serve
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.files import REPOSITORY
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RunSpec
 
 RULE = "command"

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from cartridge_forge.learning.model.control_tokens import require_text, special_in
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.documents.rows.reading import RowSet
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.protocols.errors import CheckpointError, DataError
 from cartridge_forge.protocols.files import write_atomically
 from cartridge_forge.services.run_directory import RunDirectory
-from cartridge_forge.training.renderer import ChatRenderer
 
 
 def note_rows(rows: RowSet, directory: RunDirectory) -> None:

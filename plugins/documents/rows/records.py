@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool, Role
 from cartridge_forge.plugins.documents.spec.rows import ROW_COLUMNS, RowColumn, RowsSpec
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool, Role
 
 
 @dataclass(frozen=True)

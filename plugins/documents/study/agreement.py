@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion
 from cartridge_forge.plugins.statistics.intervals import (
     AT_LEAST_ZERO,
@@ -18,7 +19,6 @@ from cartridge_forge.plugins.statistics.intervals import (
 from cartridge_forge.protocols.records.answers import Answer, hash_of, mean_nll
 from cartridge_forge.protocols.records.run_files import Agreement, MeasuredAccuracy
 from cartridge_forge.protocols.step import Completion
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.training.records import interleave
 
 

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.documents.corpus import Corpus
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.agreement import (
@@ -42,10 +44,8 @@ from cartridge_forge.protocols.step import (
     Sampling,
     stream_seed,
 )
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.training.recipe import Route, own_cartridge
 from cartridge_forge.training.records import GenerateCall, context_ref, contexts_of, with_title
-from cartridge_forge.training.renderer import ChatRenderer
 
 
 class StudyExam:

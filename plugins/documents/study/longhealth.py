@@ -24,6 +24,8 @@ from datetime import datetime
 from functools import cached_property, lru_cache
 from typing import Any
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.clinic.patients import generate_clinic
 from cartridge_forge.plugins.clinic.text import (
     LETTERS,
@@ -77,7 +79,6 @@ from cartridge_forge.protocols.step import (
     TrainBatch,
     stream_seed,
 )
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.services.mesh import Mesh
 from cartridge_forge.services.run_directory import RunDirectory
 from cartridge_forge.training.recipe import Recipe, Route, drawn_steps, own_cartridge
@@ -96,7 +97,6 @@ from cartridge_forge.training.records import (
     with_likeliest,
     with_title,
 )
-from cartridge_forge.training.renderer import ChatRenderer
 
 OFFLINE_CHUNK = 4  # steps of teacher-written text generated in one call
 

@@ -12,12 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.documents.retrieval import Bm25Router
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.layout import CartridgeLayout
 from cartridge_forge.protocols.step import PrefixRef
-from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.training.renderer import ChatRenderer
 
 PASSAGES = 2
 LEAST_TOKENS = 2

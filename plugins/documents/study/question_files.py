@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.clinic.text import (
     LETTERS,
     PatientQuestion,
@@ -41,7 +42,6 @@ from cartridge_forge.plugins.strategies.answers.squad import (
     squad_scores,
 )
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 _LABEL = re.compile(r"^\W*[a-eA-E][).:]+\s*")
 GROUP = 5  # words

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.documents.corpus import Corpus
 from cartridge_forge.plugins.documents.drafts import SynthesisPlan
 from cartridge_forge.plugins.documents.near_duplicates import LocatedText, clean, overlaps
@@ -79,7 +80,6 @@ from cartridge_forge.training.records import (
     with_likeliest,
     with_title,
 )
-from cartridge_forge.training.renderer import ChatRenderer
 
 
 class DocumentsRecipe(Recipe):

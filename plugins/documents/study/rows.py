@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from cartridge_forge.learning.model.control_tokens import require_text
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.clinic.text import contains_words, spaced
 from cartridge_forge.plugins.documents.corpus import Corpus
 from cartridge_forge.plugins.documents.rows.records import DatasetRow
@@ -28,7 +29,6 @@ from cartridge_forge.protocols.records.answers import mean_nll
 from cartridge_forge.protocols.step import BARE, Completion, GenerateRequest, Sampling
 from cartridge_forge.services.run_directory import RunDirectory
 from cartridge_forge.training.records import GenerateCall, StudyPrompt, context_ref
-from cartridge_forge.training.renderer import ChatRenderer
 
 NO_GAIN = "no_gain"
 

@@ -20,13 +20,13 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from cartridge_forge.learning.verified.rules import best_block
+from cartridge_forge.plugins.verified.client import VerifyingTeacherClient
+from cartridge_forge.plugins.verified.records import VerifiedCounts, VerifyCall, VerifyRow
+from cartridge_forge.plugins.verified.rules import best_block
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.sections import MixSpec, VerifiedRolloutSpec
 from cartridge_forge.protocols.step import BARE, Completion, GenerateRequest, Sample
-from cartridge_forge.protocols.verification import VerifiedCounts, VerifyCall, VerifyRow
-from cartridge_forge.services.clients import DocTeacherClient
 from cartridge_forge.services.mesh import Mesh
 from cartridge_forge.services.pool.pool import gather
 from cartridge_forge.training.records import (
@@ -53,7 +53,7 @@ REPEATS = 3  # times that a block is verified again after its logits were lost
 @dataclass
 class VerifiedResponse:
     """Hold one response while it is written. `reads` are the teacher's passes over it
-    (`protocols.verification.VerifyRow`); `reason` is its finish reason, "" before the end. With
+    (`plugins.verified.records.VerifyRow`); `reason` is its finish reason, "" before the end. With
     `unread` its last token is the teacher's, and the student has not read it yet."""
 
     prompt: StudyPrompt
@@ -141,7 +141,7 @@ class VerifiedSampling:
         self._mix = spec.train.mix or single_kind
         self._seed, self._chunk = spec.train.seed, spec.rollout.chunk
         self._mesh, self._end_ids = mesh, end_ids
-        self._teacher = DocTeacherClient(mesh.pools)
+        self._teacher = VerifyingTeacherClient(mesh.pools)
 
     def kinds(self, step: int, count: int) -> list[str]:
         """Return what writes each of a step's samples: the shares of `train.mix`, rounded by their

@@ -18,12 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from cartridge_forge.plugins.clinic.desk import call_text, parse_call
-from cartridge_forge.plugins.replay.actions import dense
-from cartridge_forge.protocols.episodes import Observation
-from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.foreign import value_of
-from cartridge_forge.protocols.teacher_replay import (
+from cartridge_forge.plugins.chat.episodes import Observation
+from cartridge_forge.plugins.chat.messages import (
     Action,
     AgentMessage,
     AgentTool,
@@ -31,6 +27,10 @@ from cartridge_forge.protocols.teacher_replay import (
     TextAction,
     ToolAction,
 )
+from cartridge_forge.plugins.clinic.desk import call_text, parse_call
+from cartridge_forge.plugins.replay.actions import dense
+from cartridge_forge.plugins.wire.foreign import value_of
+from cartridge_forge.protocols.errors import DataError
 
 END_OF_THINKING = "</think>"
 

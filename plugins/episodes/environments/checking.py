@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Observation, Task
+from cartridge_forge.plugins.chat.messages import AgentTool
 from cartridge_forge.plugins.episodes.environments.action_parsing import BAD_ACTION
 from cartridge_forge.plugins.episodes.environments.openenv.client import (
     OpenEnvClient,
@@ -27,9 +29,7 @@ from cartridge_forge.plugins.episodes.environments.opening import environment_of
 from cartridge_forge.plugins.episodes.environments.sessions import EpisodeEnvironment
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.replay.actions import dense
-from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation, Task
 from cartridge_forge.protocols.errors import DataError, RunError
-from cartridge_forge.protocols.teacher_replay import AgentTool
 
 Agent = Callable[[Sequence[Observation]], str]  # what was seen so far -> the next text
 Count = Callable[[str], int]  # the tokens of a text

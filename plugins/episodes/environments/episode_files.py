@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from cartridge_forge.protocols.episodes import Episode, TurnHint
+from cartridge_forge.plugins.chat.episodes import Episode, TurnHint
 from cartridge_forge.protocols.errors import DataError
 
 SCHEMA = 1

@@ -16,9 +16,9 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cartridge_forge.protocols.episodes import Episode, Observation, TurnHint
-from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.training.renderer import messages_so_far
+from cartridge_forge.plugins.chat.episodes import Episode, Observation, TurnHint
+from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.renderer import messages_so_far
 
 # A number keeps its sign and its fraction; any other word is letters and digits.
 _WORD = re.compile(r"(?<!\w)[-+]?\d+(?:[.,]\d+)*\w*|\w+")

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from cartridge_forge.plugins.chat.episodes import Episode, Turn
+from cartridge_forge.plugins.chat.messages import Action, OptionAction, TextAction, ToolAction
 from cartridge_forge.plugins.episodes.environments.action_parsing import ActionFormat
 from cartridge_forge.plugins.episodes.environments.hints import expected_of, holds, words
 from cartridge_forge.plugins.episodes.environments.single_turn import ROW
-from cartridge_forge.protocols.episodes import Episode, Turn
-from cartridge_forge.protocols.teacher_replay import Action, OptionAction, TextAction, ToolAction
 
 FLAGS = {
     "answer_not_through_tools": "rewarded for a value that no tool had shown before",

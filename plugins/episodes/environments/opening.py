@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
+from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Observation
 from cartridge_forge.plugins.episodes.environments.sessions import EpisodeEnvironment, failed
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
-from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation
 
 
 def environment_of(spec: EnvironmentSpec, most_turns: int) -> EpisodeEnvironment:

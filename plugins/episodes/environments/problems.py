@@ -18,6 +18,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
+from cartridge_forge.plugins.chat.episodes import Task
+from cartridge_forge.plugins.chat.messages import TeacherUsage
 from cartridge_forge.plugins.clinic.text import (
     LETTERS,
     PatientQuestion,
@@ -35,9 +37,7 @@ from cartridge_forge.plugins.sandbox.limited_process import (
 from cartridge_forge.plugins.strategies.rsa.populations import JudgedCandidate, RSAProblem
 from cartridge_forge.plugins.wire.openai_chat import HarnessRequest
 from cartridge_forge.plugins.wire.openai_replies import ChatReply
-from cartridge_forge.protocols.episodes import Task
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.teacher_replay import TeacherUsage
 
 Extract = Callable[[str], str | None]  # returns the answer in a text, or None
 

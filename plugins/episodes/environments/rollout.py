@@ -14,11 +14,17 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from cartridge_forge.protocols.episodes import EnvironmentRequest, Episode, Observation, Task, Turn
+from cartridge_forge.plugins.chat.episodes import (
+    EnvironmentRequest,
+    Episode,
+    Observation,
+    Task,
+    Turn,
+)
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.protocols.errors import PublishError
 from cartridge_forge.protocols.ports import Generate
 from cartridge_forge.protocols.step import BARE, Completion, GenerateRequest, PrefixRef, Sampling
-from cartridge_forge.training.renderer import ChatRenderer
 
 Moving = Callable[[Sequence[EnvironmentRequest]], Awaitable[Sequence[Observation]]]
 Ended = Callable[[Sequence[Episode]], Awaitable[None]]

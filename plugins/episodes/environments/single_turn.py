@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation, Task
-from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool
+from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Observation, Task
+from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool
 
 ROW = "row"  # the argument of a task that holds its row's columns
 

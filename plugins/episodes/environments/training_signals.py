@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from cartridge_forge.plugins.chat import messages as teacher_replay
+from cartridge_forge.plugins.chat.episodes import Episode, Turn, TurnHint
+from cartridge_forge.plugins.chat.messages import ReplayState
+from cartridge_forge.plugins.chat.renderer import ChatRenderer, messages_read
 from cartridge_forge.plugins.episodes.environments.action_parsing import ActionFormat
 from cartridge_forge.plugins.replay.actions import action_of
-from cartridge_forge.protocols import teacher_replay
-from cartridge_forge.protocols.episodes import Episode, Turn, TurnHint
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import HintedTurn, PolicySample, PreferencePair, Sample
-from cartridge_forge.protocols.teacher_replay import ReplayState
-from cartridge_forge.training.renderer import ChatRenderer, messages_read
 
 TOOL_VERSION = -1  # of tokens that the student did not sample
 

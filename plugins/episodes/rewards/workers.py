@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cartridge_forge.plugins.chat.episodes import RewardOutcome
 from cartridge_forge.plugins.episodes.rewards.calling import GRACE_S
 from cartridge_forge.plugins.episodes.spec.rewards import RewardSpec
 from cartridge_forge.plugins.sandbox.limited_process import (
@@ -20,7 +21,6 @@ from cartridge_forge.plugins.sandbox.limited_process import (
     LimitedProcess,
     ProcessLimits,
 )
-from cartridge_forge.protocols.episodes import RewardOutcome
 from cartridge_forge.protocols.errors import DataError, RunError
 
 OPEN_S = 120.0  # to import the module, which may import torch

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from cartridge_forge.plugins.chat.episodes import Task
 from cartridge_forge.plugins.episodes.environments.action_parsing import ActionFormat
-from cartridge_forge.protocols.episodes import Task
 
 
 class TaskSource(Protocol):

@@ -7,15 +7,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from cartridge_forge.plugins.chat.episodes import Task
+from cartridge_forge.plugins.chat.messages import ToolAction
 from cartridge_forge.plugins.clinic.desk import HINTS, draw_desk
 from cartridge_forge.plugins.episodes.environments.action_parsing import DESK, JSON
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
 from cartridge_forge.plugins.episodes.task_sources.base import PRIMER_TEXT
-from cartridge_forge.protocols.episodes import Task
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import stream_seed
-from cartridge_forge.protocols.teacher_replay import ToolAction
 
 MOST_TURNS = 1000  # of the cycle in which environments take turns
 SEEDS = 1 << 30  # twice as many fit any integer type of an environment

@@ -8,11 +8,11 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
+from cartridge_forge.plugins.chat.episodes import Task
 from cartridge_forge.plugins.documents.rows.reading import RowSet
 from cartridge_forge.plugins.episodes.environments.action_parsing import JSON
 from cartridge_forge.plugins.episodes.environments.single_turn import task_of
 from cartridge_forge.plugins.episodes.task_sources.base import PRIMER, PRIMER_TEXT
-from cartridge_forge.protocols.episodes import Task
 
 
 class RowTasks:

@@ -17,6 +17,8 @@ from torch import Tensor
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.teacher import document_kv, score_over
+from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.documents.study.passages import PassageIndex
 from cartridge_forge.plugins.documents.study.reference_prompts import study_prompts
 from cartridge_forge.plugins.evaluate.bench.peft_methods import train_lora, train_prefix
@@ -30,8 +32,6 @@ from cartridge_forge.plugins.evaluate.bench.reading import (
 from cartridge_forge.plugins.evaluate.bench.trained import Policy, TrainingSettings, train
 from cartridge_forge.plugins.library.attention_matching import attention_matched
 from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sample, Sampling
-from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.training.renderer import ChatRenderer
 
 SUMMARY_PROMPT = "Summarize the text. Keep names, numbers and facts."
 REPEAT_PROMPT = "Repeat the text word for word."

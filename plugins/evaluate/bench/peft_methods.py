@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.evaluate.bench.reading import BenchText, Reader, prefix_reader
 from cartridge_forge.plugins.evaluate.bench.trained import TrainingSettings, training_rows
 from cartridge_forge.plugins.library.formats.peft import kv_of_rows
 from cartridge_forge.protocols.step import Sample
-from cartridge_forge.training.renderer import ChatRenderer
 
 PREFIX_LR, CARTRIDGE_LR, LORA_LR = 0.03, 0.02, 1e-3
 

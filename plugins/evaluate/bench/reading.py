@@ -26,10 +26,10 @@ from torch import Tensor
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.teacher import document_kv, score_over
+from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sample, Sampling
-from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.training.renderer import ChatRenderer
 
 Reader = Callable[[Sequence[Sample]], Tensor]  # samples -> log-probabilities [N, V], float32
 OWN_TOKENS = 20  # of an answer that the model with the document writes

@@ -21,6 +21,8 @@ from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.teacher import TeacherDistribution, score_kept
 from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.documents.text_turns import text_turn
 from cartridge_forge.plugins.evaluate.bench.reading import BenchText, tokens_of
 from cartridge_forge.protocols.errors import DataError
@@ -34,8 +36,6 @@ from cartridge_forge.protocols.step import (
     TrainBatch,
     stream_seed,
 )
-from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.training.renderer import ChatRenderer
 
 Policy = Literal["offline", "on_policy", "mixture"]
 DRAWS = 20  # of a prompt, until the text has words for its kind

@@ -25,6 +25,8 @@ from textwrap import dedent
 from typing import Any
 
 from cartridge_forge.learning.model.loading import tokenizer_of
+from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.library.base_models.gguf_file import GGUF_FAMILIES
 from cartridge_forge.plugins.library.exports.llama_session import GGML_TYPES, write_session
 from cartridge_forge.plugins.library.formats import kv_cache
@@ -38,8 +40,6 @@ from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
 from cartridge_forge.plugins.library.formats.convert import new_path
 from cartridge_forge.plugins.library.store import CartridgeStore, add_cartridge
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.training.renderer import ChatRenderer
 
 PLACEHOLDER = 0  # any id of the vocabulary: it is never embedded
 XLLAMACPP = "xllamacpp==2026.10.11549"  # which writes and reads `llama_session.VERSION`

@@ -22,11 +22,11 @@ from cartridge_forge.actors.engine_generator import (
     read_cartridge,
 )
 from cartridge_forge.learning.model.loading import checked_model, load_tokenizer
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.serve.engine.engine_thread import EngineThread
 from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
 from cartridge_forge.protocols.step import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef
-from cartridge_forge.training.renderer import ChatRenderer
 
 DOCUMENT = "document"
 START_SECONDS = 600.0  # a GPU's engine may compile first

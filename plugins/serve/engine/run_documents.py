@@ -9,8 +9,8 @@ from typing import Any
 
 from cartridge_forge.plugins.library.store import noted_run
 from cartridge_forge.plugins.rsa.spec import RsaLearn
+from cartridge_forge.plugins.spec_files.loading import load_resolved
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.loading import load_resolved
 from cartridge_forge.services.run_directory import RunDirectory
 
 RUNS = Path("runs")

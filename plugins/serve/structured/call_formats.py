@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from cartridge_forge.plugins.chat.messages import AgentTool, ToolAction
 from cartridge_forge.plugins.clinic.desk import TOOLS, call_text
 from cartridge_forge.plugins.serve.spec import CallFormatName
 from cartridge_forge.plugins.serve.structured.call_reading import (
@@ -25,7 +26,6 @@ from cartridge_forge.plugins.serve.structured.call_reading import (
     SentenceCalls,
 )
 from cartridge_forge.protocols.grammar import ResponseGrammar
-from cartridge_forge.protocols.teacher_replay import AgentTool, ToolAction
 
 # As learning.decoding.grammar has them: a schema's own options cannot change these.
 BLANKS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

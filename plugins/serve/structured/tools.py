@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool
 from cartridge_forge.plugins.grammar.grammar import Grammars, json_depth
 from cartridge_forge.plugins.serve.errors import ApiError, bad_request
 from cartridge_forge.plugins.serve.structured.call_formats import (
@@ -23,7 +24,6 @@ from cartridge_forge.plugins.wire.openai_chat import ChatMessage, ChatRequest
 from cartridge_forge.plugins.wire.openai_tools import NamedTool, SentCall, agent_tools
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.grammar import MAX_GRAMMAR_BYTES, MAX_GRAMMAR_DEPTH, ResponseGrammar
-from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool
 
 
 @dataclass(frozen=True)

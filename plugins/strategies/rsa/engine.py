@@ -20,6 +20,7 @@ from statistics import fmean
 from pydantic import Field
 from pydantic_core import to_jsonable_python
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.strategies.answers.extract import extract
 from cartridge_forge.plugins.strategies.answers.votes import AnswerVote, tally
 from cartridge_forge.plugins.strategies.problem import StrategyCost, StrategyProblem, StrategyResult
@@ -41,7 +42,6 @@ from cartridge_forge.plugins.strategies.samplers.token_budget import (
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.base import SpecSection
 from cartridge_forge.protocols.step import Sampling
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 Score = Callable[[str, str], float]  # question, text -> 1 or more if the text is right
 

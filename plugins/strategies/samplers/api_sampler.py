@@ -26,13 +26,13 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
+from cartridge_forge.plugins.chat.messages import TeacherUsage
 from cartridge_forge.plugins.replay.budget import ANSWERED
 from cartridge_forge.plugins.replay.clients import ApiClient, read_key
 from cartridge_forge.plugins.replay.prompts import TeacherReply
 from cartridge_forge.plugins.replay.spec import KEY_NAMES, OFFICIAL_URLS, Provider, open_url
 from cartridge_forge.plugins.strategies.samplers.sampler import Ability, SampleRequest, SampleResult
 from cartridge_forge.protocols.errors import DataError, RunError
-from cartridge_forge.protocols.teacher_replay import TeacherUsage
 
 LONGEST_BACKOFF_S = 30.0
 MOST_TOP_LOGPROBS = 20  # limit of chat completions

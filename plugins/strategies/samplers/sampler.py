@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import Sampling, StopCondition
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 Ability = Literal["logprobs", "top_logprobs", "continue", "until", "confidence", "seed"]
 ABILITIES: frozenset[Ability] = frozenset(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.strategies.samplers.sampler import (
     ABILITIES,
     Ability,
@@ -19,7 +20,6 @@ from cartridge_forge.plugins.strategies.samplers.sampler import (
 )
 from cartridge_forge.protocols.errors import DataError, PublishError
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef
-from cartridge_forge.training.renderer import ChatRenderer
 
 Generating = Callable[[Sequence[GenerateRequest]], Awaitable[Sequence[Completion]]]
 

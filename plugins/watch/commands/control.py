@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from cartridge_forge.plugins.spec_files.loading import load_resolved
 from cartridge_forge.plugins.statistics.formatting import bytes_text
 from cartridge_forge.plugins.watch.commands.control_client import ControlClient, ControlTarget
 from cartridge_forge.plugins.watch.console import (
@@ -37,7 +38,6 @@ from cartridge_forge.plugins.watch.control.endpoints import (
 )
 from cartridge_forge.protocols.errors import ControlError, SpecError
 from cartridge_forge.protocols.records.status import PoolStatus, ReplicaState, RunStatus
-from cartridge_forge.protocols.spec.loading import load_resolved
 from cartridge_forge.protocols.spec.services import host_and_port
 from cartridge_forge.services.run_directory import RunDirectory, iter_rows
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cartridge_forge.learning.stopping import TokenText
+from cartridge_forge.plugins.spec_files.loading import load_resolved
 from cartridge_forge.plugins.watch.pages.row_index import (
     FollowedRows,
     KeyedRows,
@@ -19,7 +20,6 @@ from cartridge_forge.plugins.watch.pages.row_index import (
 )
 from cartridge_forge.protocols.errors import ForgeError
 from cartridge_forge.protocols.records.answers import Likely, decoded, decoded_top
-from cartridge_forge.protocols.spec.loading import load_resolved
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.services.run_directory import RunDirectory, outcome
 

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from cartridge_forge.plugins.chat.messages import NANO
 from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.plugins.watch.console import number, percent
 from cartridge_forge.plugins.watch.report.template import Block, Row, shortened
-from cartridge_forge.protocols.teacher_replay import NANO
 
 AUDITED = 2  # pairs shown of the first and of the last
 LAST_MESSAGES = 4  # of a state

@@ -17,6 +17,7 @@ from monarch.actor import Actor, concurrent_endpoint, this_host
 from cartridge_forge.actors.environment import EnvironmentActor
 from cartridge_forge.actors.heartbeat import HeartbeatActor, HeartbeatHandle, PortCall, open_port
 from cartridge_forge.actors.rsa_aggregator import RSAAggregatorActor
+from cartridge_forge.plugins.chat.episodes import EnvironmentReply, EnvironmentRequest, Observation
 from cartridge_forge.plugins.cluster.hosts.host_heartbeats import HostBeatsActor, WatchedProcess
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.episodes.spec.problems import ProblemsSpec
@@ -26,7 +27,6 @@ from cartridge_forge.plugins.strategies.rsa.populations import (
     JudgedPopulation,
     RSAProblem,
 )
-from cartridge_forge.protocols.episodes import EnvironmentReply, EnvironmentRequest, Observation
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.step import stream_seed

@@ -23,9 +23,9 @@ from rooms.actors.replay_pool_setup import BILLED, ask_all, pool_of, spend_a_dol
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cartridge_forge.plugins.chat.messages import PanelVerdict
 from cartridge_forge.plugins.replay.fake_provider.app import FakeProvider, FaultRates
 from cartridge_forge.protocols.errors import DataError, ForgeError, SpecError
-from cartridge_forge.protocols.teacher_replay import PanelVerdict
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from cartridge_forge.plugins.chat.messages import TeacherUsage
 from cartridge_forge.plugins.clinic.desk import draw_case, draw_desk
 from cartridge_forge.plugins.clinic.patients import generate_clinic
 from cartridge_forge.plugins.clinic.text import LETTERS, parse_patients
@@ -23,7 +24,6 @@ from cartridge_forge.plugins.strategies.rsa.islands import RSAShape, draw_parent
 from cartridge_forge.plugins.wire.openai_chat import HarnessRequest
 from cartridge_forge.plugins.wire.openai_replies import ChatReply
 from cartridge_forge.protocols.files import REPOSITORY
-from cartridge_forge.protocols.teacher_replay import TeacherUsage
 
 SCRIPT = Path(__file__).with_name("verifiers_play.py")
 ROOM = REPOSITORY / "recipes" / "prime_rl"

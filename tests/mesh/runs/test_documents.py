@@ -19,8 +19,8 @@ from cartridge_forge.plugins.library.formats.base_model import read_base
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile, Provenance
 from cartridge_forge.plugins.library.starting import lineage
 from cartridge_forge.plugins.library.terms import read_terms
+from cartridge_forge.plugins.spec_files.loading import load_resolved
 from cartridge_forge.protocols.files import read_rows
-from cartridge_forge.protocols.spec.loading import load_resolved
 
 pytestmark = [pytest.mark.timeout(900)]  # a busy machine starts it slowly
 

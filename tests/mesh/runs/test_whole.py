@@ -22,8 +22,8 @@ from small_run import MESH, SMALL, Finished, rows, run_to_end
 from cartridge_forge.learning.model.loading import load_tokenizer
 from cartridge_forge.plugins.clinic.text import right_answer
 from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
+from cartridge_forge.plugins.spec_files.loading import load_resolved
 from cartridge_forge.protocols.records.run_files import PHASES, WITHIN
-from cartridge_forge.protocols.spec.loading import load_resolved
 
 ARMS = {"none", "document", "untrained", "offline", "on_policy"}
 STEPS = SMALL["train.steps"]

@@ -18,6 +18,8 @@ from cartridge_forge.actors.base import missing_vllm
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.clinic.patients import generate_clinic
 from cartridge_forge.plugins.clinic.text import option_prompt, parse_patients
 from cartridge_forge.plugins.serve.engine.pool_backend import PoolBackend
@@ -30,9 +32,7 @@ from cartridge_forge.protocols.spec.model import ModelSpec
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
 from cartridge_forge.protocols.spec.services import HealthSpec
 from cartridge_forge.protocols.step import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.services.mesh import open_generators
-from cartridge_forge.training.renderer import ChatRenderer
 
 MODEL = Path(__file__).parents[3] / "models" / "clinic-reader"
 TOKENS = 40  # of a chart's 90 or so; what is asked stands behind them, so draws and scores matter

@@ -7,8 +7,8 @@ from episode_setup import ASKED, TEMPLATES, conversation, ids_of, turn_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cartridge_forge.protocols.episodes import Turn
-from cartridge_forge.protocols.teacher_replay import AgentMessage
+from cartridge_forge.plugins.chat.episodes import Turn
+from cartridge_forge.plugins.chat.messages import AgentMessage
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

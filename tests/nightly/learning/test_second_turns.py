@@ -10,11 +10,11 @@ from pathlib import Path
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
-from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "explanation" / "results.md"
 PAIRS = 40

@@ -17,8 +17,8 @@ from small_run import ROOT, run_to_end
 from cartridge_forge.learning.model.loading import load_tokenizer
 from cartridge_forge.plugins.documents.spec.documents import SEED_KINDS
 from cartridge_forge.plugins.documents.study.material import read_material
+from cartridge_forge.plugins.spec_files.loading import load_resolved
 from cartridge_forge.protocols.files import read_rows
-from cartridge_forge.protocols.spec.loading import load_resolved
 
 pytestmark = [pytest.mark.timeout(3600)]
 

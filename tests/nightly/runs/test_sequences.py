@@ -38,11 +38,11 @@ from orders import (
 from small_disk import disk
 from small_run import ROOT, latest, rows, same_outcome
 
+from cartridge_forge.plugins.chat.messages import NANO
 from cartridge_forge.plugins.replay.budget import UNKNOWN
 from cartridge_forge.plugins.replay.clinic_teachers import local_provider
 from cartridge_forge.plugins.replay.fake_provider.app import FakeProvider
 from cartridge_forge.plugins.replay.spec import LocalSpec, ReplaySpec, ReplayTeacherSpec
-from cartridge_forge.protocols.teacher_replay import NANO
 
 SEQUENCES = int(os.environ.get("FORGE_RUN_SEQUENCES", "4"))
 PAID = -(-SEQUENCES // 5)

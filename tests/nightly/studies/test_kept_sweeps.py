@@ -10,9 +10,9 @@ import pytest
 from cartridge_forge.forge_run.experiments.sweep import planned
 from cartridge_forge.forge_run.experiments.trials import read_runs, unfit, write_record
 from cartridge_forge.plugins.evaluate.spec import SweepSpec
+from cartridge_forge.plugins.spec_files.loading import load_file
+from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml
 from cartridge_forge.protocols.files import REPOSITORY
-from cartridge_forge.protocols.spec.loading import load_file
-from cartridge_forge.protocols.spec.yaml_source import dump_yaml
 from cartridge_forge.services.run_directory import RunDirectory
 from studies import archive, sweeps
 

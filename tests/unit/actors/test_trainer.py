@@ -16,8 +16,8 @@ from cartridge_forge.learning.initialization import CartridgeInit, InitSource, s
 from cartridge_forge.learning.model.loading import load_model
 from cartridge_forge.learning.ranks import ALONE, ProcessGroup
 from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import PlaneError
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.step import PrecomputedScores, TeacherScores, TensorLayout, TensorRef
 from cartridge_forge.services.roles import role_arguments
 from cartridge_forge.services.run_directory import RunDirectory

@@ -30,8 +30,8 @@ from benchmarks.simulation.mesh import (
 )
 from benchmarks.step_gpu import measure, measured, published_bound
 from cartridge_forge.forge_run.plan.roofline import DevicePeaks, Workload
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.model import ShapeSpec
 from cartridge_forge.protocols.step import TensorRef
 from cartridge_forge.services.planes.codec import pack, unpack

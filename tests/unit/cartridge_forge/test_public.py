@@ -37,9 +37,9 @@ from cartridge_forge import (
 )
 from cartridge_forge.display import page
 from cartridge_forge.events import RunFollower
+from cartridge_forge.plugins.spec_files.loading import load_spec
+from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml
 from cartridge_forge.processes import environment, failure
-from cartridge_forge.protocols.spec.loading import load_spec
-from cartridge_forge.protocols.spec.yaml_source import dump_yaml
 from cartridge_forge.services.run_directory import RunDirectory
 
 REPOSITORY = Path(__file__).parents[3]

@@ -11,8 +11,8 @@ import pytest
 from cartridge_forge.forge_run.cli import forge, forge_run
 from cartridge_forge.forge_run.plan.roofline import DevicePeaks
 from cartridge_forge.forge_run.preflight import require_runnable
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import RunError, SpecError
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RunSpec
 
 REPOSITORY = Path(__file__).parents[3]

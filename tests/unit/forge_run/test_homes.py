@@ -14,6 +14,7 @@ from cartridge_forge.forge_run.commands.make import QUESTION, ask_command
 from cartridge_forge.forge_run.experiments.env_check import command as env_check
 from cartridge_forge.forge_run.experiments.sweep import command as sweep
 from cartridge_forge.plugins.serve.spec import load_serve
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.files import (
     REPOSITORY,
@@ -21,7 +22,6 @@ from cartridge_forge.protocols.files import (
     library_folder,
     models_folder,
 )
-from cartridge_forge.protocols.spec.loading import load_spec
 
 READER = str(REPOSITORY / "models" / "clinic-reader")
 

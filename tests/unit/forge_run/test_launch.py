@@ -21,8 +21,8 @@ from cartridge_forge.forge_run.preflight import unmet
 from cartridge_forge.forge_run.resuming import UNFINISHED, open_directory, sizes_of
 from cartridge_forge.plugins.cluster.hosts.handshake import reached_at
 from cartridge_forge.plugins.cluster.tls.certificates import certificates
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import CheckpointError, SpecError
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import HostsSpec, RunSpec
 from cartridge_forge.services.proc_info import processor_demand
 

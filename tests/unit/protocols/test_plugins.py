@@ -16,14 +16,14 @@ from cartridge_forge.actors.base import ModelSource
 from cartridge_forge.forge_run.cli import forge
 from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
+from cartridge_forge.plugins.spec_files.loading import load_resolved, load_spec
+from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml
 from cartridge_forge.protocols import plugins
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.packages import APART, install_command, is_missing
 from cartridge_forge.protocols.plugins import CORE, GROUP, SHIPPED, Plugin, known, optional, resolve
 from cartridge_forge.protocols.spec.base import joined_class
-from cartridge_forge.protocols.spec.loading import load_resolved, load_spec
 from cartridge_forge.protocols.spec.mesh import ROLES
-from cartridge_forge.protocols.spec.yaml_source import dump_yaml
 from cartridge_forge.services.roles import actor_class, role_arguments
 from cartridge_forge.services.run_directory import RunDirectory
 

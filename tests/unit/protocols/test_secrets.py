@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from cartridge_forge.forge_run.cli import forge_run
+from cartridge_forge.plugins.spec_files.loading import load_spec
+from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.secrets import confined, has_password, read_secret, redacted
-from cartridge_forge.protocols.spec.loading import load_spec
-from cartridge_forge.protocols.spec.yaml_source import dump_yaml
 
 SECRET = "sk-live-51Hx9c"
 MESH = "meshes/three_channels.yaml"

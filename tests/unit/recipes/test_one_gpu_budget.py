@@ -9,8 +9,8 @@ import pytest
 from small_run import ROOT
 
 from cartridge_forge.plugins.rsa.spec import RsaLearn
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import DataError, SpecError
-from cartridge_forge.protocols.spec.loading import load_spec
 from recipes.one_gpu.budget import (
     PublishedWork,
     Spending,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from chaos import ROLES
 
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import StaleTokenError
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import ROLES as SIZED
 from cartridge_forge.protocols.step import (
     CartridgeSnapshot,

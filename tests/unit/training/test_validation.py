@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import RunError, StaleTokenError
 from cartridge_forge.protocols.records.run_files import MetricRow
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.step import (
     CartridgeSnapshot,
     Completion,

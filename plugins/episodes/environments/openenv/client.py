@@ -27,6 +27,8 @@ from urllib.parse import urlsplit
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
+from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Observation
+from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool, ToolAction
 from cartridge_forge.plugins.episodes.environments.action_parsing import (
     BAD_ACTION,
     NoAction,
@@ -41,10 +43,8 @@ from cartridge_forge.plugins.episodes.environments.sessions import (
     SessionsFull,
 )
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
-from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation
+from cartridge_forge.plugins.wire.foreign import count, items, read_json, stays, value_of
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.foreign import count, items, read_json, stays, value_of
-from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool, ToolAction
 
 MAX_MESSAGE_BYTES = 1 << 22
 MOST_SHOWN = 500  # characters of a server's text in an error

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from cartridge_forge.protocols.episodes import Observation
-from cartridge_forge.protocols.foreign import number
-from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool, Role
+from cartridge_forge.plugins.chat.episodes import Observation
+from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool, Role
+from cartridge_forge.plugins.wire.foreign import number
 
 TEXT_KEYS = ("text", "content")
 SCHEMA_KEYS = ("parameters", "input_schema", "inputSchema")

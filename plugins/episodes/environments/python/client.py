@@ -15,6 +15,8 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Observation
+from cartridge_forge.plugins.chat.messages import AgentMessage, ToolAction
 from cartridge_forge.plugins.episodes.environments.action_parsing import (
     BAD_ACTION,
     NoAction,
@@ -33,9 +35,7 @@ from cartridge_forge.plugins.sandbox.limited_process import (
     LimitedProcess,
     ProcessLimits,
 )
-from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation
 from cartridge_forge.protocols.errors import DataError, RunError
-from cartridge_forge.protocols.teacher_replay import AgentMessage, ToolAction
 
 WORKER = "cartridge_forge.plugins.episodes.environments.python.worker:answer"
 MIB = 1 << 20

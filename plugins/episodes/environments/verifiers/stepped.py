@@ -17,6 +17,13 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Observation, Task
+from cartridge_forge.plugins.chat.messages import (
+    AgentMessage,
+    AgentTool,
+    TeacherUsage,
+    ToolAction,
+)
 from cartridge_forge.plugins.episodes.environments.action_parsing import JSON, with_tools_shown
 from cartridge_forge.plugins.episodes.environments.sessions import (
     EnvironmentRefusal,
@@ -31,14 +38,7 @@ from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.replay.actions import dense
 from cartridge_forge.plugins.wire.openai_chat import HarnessRequest
 from cartridge_forge.plugins.wire.openai_replies import ChatReply, FunctionCall
-from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation, Task
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.teacher_replay import (
-    AgentMessage,
-    AgentTool,
-    TeacherUsage,
-    ToolAction,
-)
 
 ROLLOUT_S = 24 * 3600.0  # a rollout waits for training between its turns; moves have `timeout_s`
 LIST_S = 300.0  # to read the tasks of a taskset

@@ -31,11 +31,11 @@ from cartridge_forge.plugins.library.store import CartridgeStore
 from cartridge_forge.plugins.library.terms import write_terms
 from cartridge_forge.plugins.replay.fake_provider.app import FakeProvider, ProviderRequest
 from cartridge_forge.plugins.replay.spec import PriceSpec
+from cartridge_forge.plugins.spec_files.loading import load_spec
+from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest, SampleResult
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.records.run_files import TERMS
-from cartridge_forge.protocols.spec.loading import load_spec
-from cartridge_forge.protocols.spec.yaml_source import dump_yaml
 
 MESH = Path(__file__).parents[4] / "meshes/serve.yaml"
 TEXTS = {"harbour": "The harbour keeps nine boats.", "orchard": "Forty pear trees."}

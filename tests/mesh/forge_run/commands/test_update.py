@@ -13,12 +13,12 @@ from cartridge_forge.forge_run.cli import forge
 from cartridge_forge.forge_run.plan.edited_cartridge import TOKENIZER
 from cartridge_forge.learning.model.loading import base_hash, load_model, load_tokenizer
 from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.library.formats import forge as forge_format
 from cartridge_forge.plugins.library.formats.base_model import read_base
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile, Provenance
 from cartridge_forge.plugins.library.names import CartridgeName
 from cartridge_forge.plugins.library.store import CartridgeStore, add_cartridge, lineage
-from cartridge_forge.training.renderer import ChatRenderer
 
 MESH = Path(__file__).parents[4] / "meshes/serve.yaml"
 OLD = (

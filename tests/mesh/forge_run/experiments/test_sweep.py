@@ -16,14 +16,14 @@ from cartridge_forge.forge_run.experiments.child_run import ChildRun
 from cartridge_forge.forge_run.experiments.sweep import sweep
 from cartridge_forge.forge_run.experiments.table import plots, positions, table
 from cartridge_forge.forge_run.experiments.trials import Trial
+from cartridge_forge.plugins.chat.episodes import Episode, Observation, Task, Turn
+from cartridge_forge.plugins.chat.messages import NANO, AgentMessage
 from cartridge_forge.plugins.episodes.environments.episode_files import to_row
 from cartridge_forge.plugins.replay.budget import ANSWERED
-from cartridge_forge.protocols.episodes import Episode, Observation, Task, Turn
+from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml
 from cartridge_forge.protocols.errors import RunError, SpecError
 from cartridge_forge.protocols.records.run_files import ArmResult, MetricRow, RunOutcome, RunResults
-from cartridge_forge.protocols.spec.yaml_source import dump_yaml
 from cartridge_forge.protocols.step import Sampling
-from cartridge_forge.protocols.teacher_replay import NANO, AgentMessage
 from cartridge_forge.services.run_directory import RunDirectory
 
 DOCUMENT = 240.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from cartridge_forge.forge_run.plan.calibration import computes_here, host_peaks, least_seconds
 from cartridge_forge.forge_run.plan.plan import plan, step_workload
 from cartridge_forge.forge_run.plan.roofline import DevicePeaks
-from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.plugins.spec_files.loading import load_spec
 
 MESH = str(Path(__file__).parents[4] / "meshes/longhealth.yaml")
 

@@ -13,10 +13,10 @@ from cartridge_forge.forge_run.resuming import open_directory
 from cartridge_forge.learning.checkpoint import write_checkpoint
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
 from cartridge_forge.plugins.library.formats.convert import FORMATS
+from cartridge_forge.plugins.spec_files.loading import LoadedSpec, load_spec
+from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml
 from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.protocols.errors import CheckpointError, DataError, SpecError
-from cartridge_forge.protocols.spec.loading import LoadedSpec, load_spec
-from cartridge_forge.protocols.spec.yaml_source import dump_yaml
 from cartridge_forge.services.run_directory import RunDirectory
 
 MESH = "meshes/longhealth.yaml"

@@ -25,6 +25,9 @@ from cartridge_forge.learning.teacher import (
     response_logprobs,
     score_over,
 )
+from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Observation, Task
+from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.clinic.desk import HINTS, draw_case, draw_desk
 from cartridge_forge.plugins.episodes.environments.hints import failed_turns, template_hint
 from cartridge_forge.plugins.episodes.environments.rollout import over_cartridge, run_episodes
@@ -34,7 +37,6 @@ from cartridge_forge.plugins.episodes.environments.training_signals import (
     turn_samples,
 )
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, SdpoSpec
-from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation, Task
 from cartridge_forge.protocols.step import (
     Completion,
     GenerateRequest,
@@ -44,8 +46,6 @@ from cartridge_forge.protocols.step import (
     TrainStepOutput,
     hinted,
 )
-from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.training.renderer import ChatRenderer
 
 CLERK = Path(__file__).resolve().parents[4] / "models" / "clinic-clerk"
 FIELDS, CASES, CARTRIDGE, MAX_TURNS, ROW_TOKENS = 24, 4, 28, 5, 256

@@ -12,13 +12,18 @@ from typing import Any
 
 import pytest
 
+from cartridge_forge.plugins.chat.episodes import (
+    EnvironmentRequest,
+    Observation,
+    RewardOutcome,
+    Task,
+)
+from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool
 from cartridge_forge.plugins.episodes.environments.python.client import PythonEnvironment
 from cartridge_forge.plugins.episodes.rewards.workers import RewardWorker
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.episodes.spec.rewards import RewardSpec
-from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation, RewardOutcome, Task
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool
 
 BUDGET = 120.0
 FUNCTIONS = """\

@@ -14,6 +14,7 @@ from evaluation_setup import EVAL, MESH, Reader, finished_run, kv_of, paper, spe
 from torch import Tensor
 
 from cartridge_forge.forge_run.commands.evaluate import SPEC, evaluate
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.documents.retrieval import Bm25Router
 from cartridge_forge.plugins.documents.study.passages import BETWEEN, NO_PREFIX
 from cartridge_forge.plugins.documents.study.question_files import read_questions
@@ -28,10 +29,9 @@ from cartridge_forge.plugins.evaluate.runs import (
     trained_on,
 )
 from cartridge_forge.plugins.evaluate.spec import EvalSpec
+from cartridge_forge.plugins.spec_files.loading import load_file, load_spec
 from cartridge_forge.protocols.errors import CheckpointError, DataError, SpecError
-from cartridge_forge.protocols.spec.loading import load_file, load_spec
 from cartridge_forge.protocols.step import PrefixRef
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.services.run_directory import RunDirectory
 
 

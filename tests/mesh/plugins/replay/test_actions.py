@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rooms.teachers.actions_setup import JSON, TYPED_STATE
 
+from cartridge_forge.plugins.chat.messages import Action, TextAction, ToolAction
 from cartridge_forge.plugins.replay.actions import action_of, canonical
-from cartridge_forge.protocols.teacher_replay import Action, TextAction, ToolAction
 
 ARGUMENTS = st.dictionaries(st.sampled_from(["i", "n", "s", "b", "l", "o", "x"]), JSON)
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from replay_setup import KEY, KEY_ENV, a_spec, a_teacher
 
+from cartridge_forge.plugins.chat.messages import AgentMessage, ReplayState, TextAction
 from cartridge_forge.plugins.replay.clients import connect
 from cartridge_forge.plugins.replay.fake_provider.app import FakeProvider, ProviderRequest
 from cartridge_forge.plugins.replay.ledger import SpendLedger
 from cartridge_forge.plugins.replay.panel import TeacherPanel, limits_of, score_of_teacher
 from cartridge_forge.plugins.replay.prompts import EPISODE_INSTRUCTIONS
-from cartridge_forge.protocols.teacher_replay import AgentMessage, ReplayState, TextAction
 
 STATE = ReplayState(
     "t/0", 1, (AgentMessage("user", "2 + 2"), AgentMessage("assistant", "4")), (), TextAction("4")

@@ -26,6 +26,14 @@ from replay_setup import (
 )
 from rooms.teachers.panel_setup import MODELS, both, judge, totals
 
+from cartridge_forge.plugins.chat.messages import (
+    NANO,
+    PanelVerdict,
+    ReplayState,
+    TeacherUsage,
+    TeacherVote,
+    ToolAction,
+)
 from cartridge_forge.plugins.replay.budget import ANSWERED, SpendTotals
 from cartridge_forge.plugins.replay.clients import connect
 from cartridge_forge.plugins.replay.fake_provider.app import (
@@ -49,14 +57,6 @@ from cartridge_forge.plugins.replay.prompts import (
 )
 from cartridge_forge.plugins.replay.spec import ReplaySpec
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.teacher_replay import (
-    NANO,
-    PanelVerdict,
-    ReplayState,
-    TeacherUsage,
-    TeacherVote,
-    ToolAction,
-)
 
 
 @pytest.fixture(autouse=True)

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.replay.budget import worst_case
 from cartridge_forge.plugins.replay.clients import ApiClient, connect
 from cartridge_forge.plugins.replay.ledger import SpendLedger
 from cartridge_forge.plugins.replay.panel import TeacherPanel, limits_of, probability_of_teacher
 from cartridge_forge.plugins.replay.replies import decoded, read_chat, read_message
 from cartridge_forge.plugins.replay.spec import PriceSpec, Provider, ReplaySpec, ReplayTeacherSpec
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 VOTE = '{"kind":"text","tool":"","arguments":"","answer":"0.7"}'
 KEY = "sk-invented-0123456789"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Task
 from cartridge_forge.plugins.episodes.environments.openenv.client import (
     OpenEnvClient,
     action_schema,
@@ -21,7 +22,6 @@ from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.replay.clients import connect
 from cartridge_forge.plugins.replay.prompts import TeacherPrompt, TeacherReply
 from cartridge_forge.plugins.replay.spec import PriceSpec, Provider, ReplayTeacherSpec
-from cartridge_forge.protocols.episodes import EnvironmentRequest, Task
 
 CHAT = {
     "choices": [{"finish_reason": "stop", "message": {"role": "assistant", "content": "yes"}}],

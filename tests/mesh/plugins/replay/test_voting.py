@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from replay_setup import STATE, canonical_read, votes
 
+from cartridge_forge.plugins.chat.messages import TeacherVote
 from cartridge_forge.plugins.replay.voting import decide, next_to_ask
-from cartridge_forge.protocols.teacher_replay import TeacherVote
 
 NOTES = st.lists(st.sampled_from([1, 2, 3, 99, None]), max_size=7)
 

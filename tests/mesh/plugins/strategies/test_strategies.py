@@ -17,10 +17,12 @@ from scripted_sampler import Scripted, words
 from strategy_setup import probability, reward_model
 
 from benchmarks.rsa_batching import measure
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.evaluate.spec import FrontierSpec
 from cartridge_forge.plugins.replay.fake_provider.app import FakeProvider, ProviderRequest
 from cartridge_forge.plugins.replay.prompts import JUDGE_INSTRUCTIONS
 from cartridge_forge.plugins.serve.spec import load_serve
+from cartridge_forge.plugins.spec_files.loading import load_file
 from cartridge_forge.plugins.statistics.intervals import wilson_interval
 from cartridge_forge.plugins.strategies.answers.extract import clusters, same_answer
 from cartridge_forge.plugins.strategies.catalog import parse, run
@@ -34,8 +36,6 @@ from cartridge_forge.plugins.strategies.spec import (
     RewardModelSpec,
 )
 from cartridge_forge.protocols.errors import RunError, SpecError
-from cartridge_forge.protocols.spec.loading import load_file
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 SAID = {0: "bad bad", 1: "good bad", 2: "good good", 3: "bad"}
 

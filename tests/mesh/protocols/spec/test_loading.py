@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml, parse_document
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.spec.yaml_source import dump_yaml, parse_document
 
 
 def test_nesting_without_end_is_a_message_not_a_crash() -> None:

@@ -14,16 +14,16 @@ import pytest
 from small_run import ROOT, command, latest, rows, run_to_end
 
 from cartridge_forge.learning.model.loading import load_tokenizer
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.clinic.patients import generate_clinic
 from cartridge_forge.plugins.documents.study.material import read_material
 from cartridge_forge.plugins.documents.study.recipe import DocumentsRecipe
 from cartridge_forge.plugins.documents.synthesis import read_rows
 from cartridge_forge.plugins.documents.synthesis_rows import StudyRow
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.step import Completion, GenerateRequest
 from cartridge_forge.services.run_directory import RunDirectory
-from cartridge_forge.training.renderer import ChatRenderer
 
 STEPS, PROMPTS = 3, 6
 STUDY = {

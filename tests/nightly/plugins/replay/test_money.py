@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 from small_run import ROOT, Running, running
 
+from cartridge_forge.plugins.chat.messages import NANO
 from cartridge_forge.plugins.replay.budget import INTERRUPTED
 from cartridge_forge.plugins.replay.clinic_teachers import KEY_ENV, at, local_provider
 from cartridge_forge.plugins.replay.fake_provider.app import FakeProvider, FaultRates
 from cartridge_forge.plugins.replay.spec import LocalSpec
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.plugins.watch.commands.control_client import ControlClient, ControlTarget
 from cartridge_forge.plugins.watch.control.endpoints import read_endpoints
 from cartridge_forge.protocols.errors import ControlError
-from cartridge_forge.protocols.spec.loading import load_spec
-from cartridge_forge.protocols.teacher_replay import NANO
 
 MESH = ROOT / "meshes/three_channels.yaml"
 SPEC = load_spec(str(MESH)).spec.learn.replay

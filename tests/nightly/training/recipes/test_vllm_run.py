@@ -13,7 +13,7 @@ from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.teacher import document_kv
 from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
-from cartridge_forge.protocols.spec.loading import load_resolved
+from cartridge_forge.plugins.spec_files.loading import load_resolved
 from cartridge_forge.protocols.step import NO_DOCUMENT
 
 require_vllm()

@@ -24,6 +24,7 @@ from replay_setup import (
 )
 
 from cartridge_forge.actors.teacher_replay import TeacherReplayActor
+from cartridge_forge.plugins.chat.messages import NANO, PanelVerdict, ReplayState
 from cartridge_forge.plugins.replay.fake_provider.app import (
     FakeProvider,
     FaultRates,
@@ -31,7 +32,6 @@ from cartridge_forge.plugins.replay.fake_provider.app import (
 )
 from cartridge_forge.plugins.replay.spec import PriceSpec, ReplaySpec
 from cartridge_forge.protocols.spec.mesh import RoleSpec
-from cartridge_forge.protocols.teacher_replay import NANO, PanelVerdict, ReplayState
 from cartridge_forge.services.pool.pool import Pool
 from cartridge_forge.services.pool.service import Service
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from fake_run_control import Served, served
 
+from cartridge_forge.plugins.spec_files.loading import load_spec
+from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml
 from cartridge_forge.plugins.watch.control.endpoints import Endpoints, write_endpoints
-from cartridge_forge.protocols.spec.loading import load_spec
-from cartridge_forge.protocols.spec.yaml_source import dump_yaml
 from cartridge_forge.services.run_directory import RunDirectory
 
 REPOSITORY = Path(__file__).parents[4]

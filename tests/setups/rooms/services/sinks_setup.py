@@ -14,11 +14,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from telemetry_stream import tell
 
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.plugins.watch.telemetry.prometheus import PrometheusSink
 from cartridge_forge.protocols.ports import TraceSpan
 from cartridge_forge.protocols.records.run_files import MetricRow
 from cartridge_forge.protocols.records.status import RunStatus
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.services.run_directory import RunDirectory
 

@@ -11,8 +11,8 @@ from fake_slurm import Cluster, cluster
 
 from cartridge_forge.plugins.cluster.hosts import slurm as slurm_hosts
 from cartridge_forge.plugins.cluster.hosts.slurm import SlurmHosts
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import RunError
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RunSpec
 
 ROOT = Path(__file__).resolve().parents[4]

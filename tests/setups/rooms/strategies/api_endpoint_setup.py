@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.replay.fake_provider.app import FakeProvider, ProviderRequest
 from cartridge_forge.plugins.replay.spec import PriceSpec
 from cartridge_forge.plugins.strategies.samplers.api_sampler import ApiEndpoint, ApiSampler
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest, SampleResult
 from cartridge_forge.protocols.step import Sampling
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 KEY = "local-key-1234"
 TALK = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from replay_setup import READ, a_state
 
-from cartridge_forge.protocols.teacher_replay import AgentTool
+from cartridge_forge.plugins.chat.messages import AgentTool
 
 TYPED = AgentTool(
     "typed",

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from replay_setup import KEY, a_spec, a_teacher, prices, right
 
+from cartridge_forge.plugins.chat.messages import PanelVerdict, ReplayState
 from cartridge_forge.plugins.replay.budget import SpendTotals
 from cartridge_forge.plugins.replay.clients import connect
 from cartridge_forge.plugins.replay.fake_provider.app import FakeProvider
 from cartridge_forge.plugins.replay.ledger import SpendLedger
 from cartridge_forge.plugins.replay.panel import TeacherPanel, ask_teachers, limits_of
 from cartridge_forge.plugins.replay.spec import ReplaySpec, ReplayTeacherSpec
-from cartridge_forge.protocols.teacher_replay import PanelVerdict, ReplayState
 
 MODELS = prices(a_spec(*(a_teacher(name, "http://127.0.0.1:1") for name in "abcde")))
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.decoder import LanguageModel
-from cartridge_forge.learning.verified.rows import VerifiedRows
+from cartridge_forge.plugins.verified.records import VerifyCall, VerifyReply
+from cartridge_forge.plugins.verified.rows import VerifiedRows
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.step import (
     Completion,
@@ -20,7 +21,6 @@ from cartridge_forge.protocols.step import (
     TensorLayout,
     TensorRef,
 )
-from cartridge_forge.protocols.verification import VerifyCall, VerifyReply
 
 
 class Room:

@@ -9,9 +9,9 @@ import pytest
 
 from cartridge_forge.forge_run.commands.ask import marked, verdict_text
 from cartridge_forge.forge_run.commands.frontier import command
+from cartridge_forge.plugins.spec_files.loading import load_spec
+from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.loading import load_spec
-from cartridge_forge.protocols.spec.yaml_source import dump_yaml
 
 ANSWER = " the surgeon is kingsley."
 

@@ -12,9 +12,9 @@ from rooms.forge_run.sweep_setup import MESH, REPOSITORY, SPEC, plan_of
 from cartridge_forge.forge_run.experiments.sweep import at_once, planned
 from cartridge_forge.forge_run.experiments.trials import unfit
 from cartridge_forge.plugins.evaluate.spec import SweepSpec
+from cartridge_forge.plugins.spec_files.loading import load_file
+from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.loading import load_file
-from cartridge_forge.protocols.spec.yaml_source import dump_yaml
 from cartridge_forge.services.run_directory import RunDirectory
 
 

@@ -11,10 +11,10 @@ import pytest
 from cartridge_forge.forge_run.plan.datasets import require_dataset, row_notes, sections
 from cartridge_forge.forge_run.plan.make import MakePlan, ModelBytes, cartridge_tokens, planned
 from cartridge_forge.plugins.evaluate.calibration import MachineRates
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.plugins.statistics.formatting import render
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.loading import load_spec
 
 ROOT = Path(__file__).resolve().parents[4]
 

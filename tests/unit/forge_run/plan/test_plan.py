@@ -20,6 +20,7 @@ from cartridge_forge.forge_run.plan.roofline import (
 )
 from cartridge_forge.forge_run.preflight import require_runnable
 from cartridge_forge.plugins.clinic.patients import generate_clinic
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.plugins.statistics.formatting import (
     TableSection,
     bytes_text,
@@ -28,7 +29,6 @@ from cartridge_forge.plugins.statistics.formatting import (
     seconds_text,
 )
 from cartridge_forge.protocols.errors import DataError, SpecError
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.model import (
     ModelSpec,
     ShapeSpec,

@@ -44,9 +44,9 @@ from cartridge_forge.plugins.documents.text_turns import (
     quizzed,
     text_turn,
 )
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.plugins.strategies.samplers.sampler import Ability, SampleRequest, SampleResult
 from cartridge_forge.protocols.errors import DataError, SpecError
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RunSpec
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec, MismatchSpec
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RunSpec
 
 MESH = Path(__file__).resolve().parents[4] / "meshes" / "three_channels.yaml"

@@ -11,6 +11,14 @@ from typing import Any
 import pytest
 from episode_setup import HANDBOOK, LOST, RIGHT, conversation, episode_of
 
+from cartridge_forge.plugins.chat.episodes import Episode, TurnHint
+from cartridge_forge.plugins.chat.messages import (
+    AgentMessage,
+    PanelVerdict,
+    ReplayState,
+    TeacherVote,
+    ToolAction,
+)
 from cartridge_forge.plugins.clinic.desk import HINTS
 from cartridge_forge.plugins.episodes.environments.action_parsing import DESK
 from cartridge_forge.plugins.episodes.environments.training_signals import replay_states
@@ -27,20 +35,12 @@ from cartridge_forge.plugins.replay.spec import (
     ReplayTeacherSpec,
 )
 from cartridge_forge.plugins.replay.voting import decide
-from cartridge_forge.protocols.episodes import Episode, TurnHint
 from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.protocols.step import (
     Completion,
     GenerateRequest,
     PreferencePair,
     ReferenceOutput,
-)
-from cartridge_forge.protocols.teacher_replay import (
-    AgentMessage,
-    PanelVerdict,
-    ReplayState,
-    TeacherVote,
-    ToolAction,
 )
 
 BETTER = ToolAction("find", {"field": "surgeon", "department": "cardiology"})

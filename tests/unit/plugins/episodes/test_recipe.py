@@ -14,6 +14,8 @@ import pytest
 from episode_setup import replayed
 
 from cartridge_forge.learning.model.loading import load_tokenizer
+from cartridge_forge.plugins.chat.episodes import EnvironmentReply, EnvironmentRequest, Observation
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.clinic.desk import (
     TOOLS,
     ShiftState,
@@ -26,13 +28,11 @@ from cartridge_forge.plugins.clinic.desk import (
 from cartridge_forge.plugins.episodes.recipe import ToolEpisodesRecipe
 from cartridge_forge.plugins.episodes.task_sources.environment import DeskTasks
 from cartridge_forge.plugins.replay.clinic_teachers import next_call
-from cartridge_forge.protocols.episodes import EnvironmentReply, EnvironmentRequest, Observation
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import RunError, SpecError
 from cartridge_forge.protocols.records.answers import Answer
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.step import Completion, GenerateRequest, TrainStepOutput, hinted
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.training.records import Rollout, StepRecord, StepTimes, is_offline
 
 tokenizer_at = cache(load_tokenizer)

@@ -31,11 +31,11 @@ from cartridge_forge.plugins.evaluate.own_text import (
     summary,
     whole_sentences,
 )
+from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml
 from cartridge_forge.plugins.statistics.intervals import SHARE_DIFFERENCE, mean_interval
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import json_lines
 from cartridge_forge.protocols.records.answers import Answer, AnswerRow, to_row
-from cartridge_forge.protocols.spec.yaml_source import dump_yaml
 
 TINY = Answer(
     id="0", fact="f0", document="d", document_hash="00", question_hash="q", tokens=3,

@@ -18,6 +18,7 @@ from cartridge_forge.plugins.evaluate.strategies import (
     compare,
     findings_answer,
 )
+from cartridge_forge.plugins.spec_files.loading import load_file
 from cartridge_forge.plugins.statistics.intervals import student_t95, wilson_interval
 from cartridge_forge.plugins.strategies.catalog import parse
 from cartridge_forge.plugins.strategies.samplers.sampler import (
@@ -28,7 +29,6 @@ from cartridge_forge.plugins.strategies.samplers.sampler import (
 )
 from cartridge_forge.protocols.errors import DataError, SpecError
 from cartridge_forge.protocols.records.answers import Answer
-from cartridge_forge.protocols.spec.loading import load_file
 
 # What the samples 0, 1, 2 say of each question; all are asked with the right answer "cyst".
 SAYS = {

@@ -23,8 +23,8 @@ from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.plugins.library.base_models import kept
 from cartridge_forge.plugins.library.base_models.kept import add_model, kept_model, kept_models
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import DataError, SpecError
-from cartridge_forge.protocols.spec.loading import load_spec
 
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -35,9 +35,9 @@ from cartridge_forge.plugins.library.starting import (
     start_lines,
 )
 from cartridge_forge.plugins.library.store import CartridgeStore, add_cartridge, add_from_run
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import CheckpointError, DataError
 from cartridge_forge.protocols.spec.cartridge import CartridgeSpec, StartSpec
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.step import Sample
 
 BASE = BaseModelInfo(2, 2, 4, 64, "c" * 64, ROPE)

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from replay_setup import a_state
 from rooms.teachers.actions_setup import TYPED, TYPED_STATE
 
-from cartridge_forge.plugins.replay.actions import canonical, fault, letter
-from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.teacher_replay import (
+from cartridge_forge.plugins.chat.messages import (
     Action,
     AgentTool,
     OptionAction,
     TextAction,
     ToolAction,
 )
+from cartridge_forge.plugins.replay.actions import canonical, fault, letter
+from cartridge_forge.protocols.errors import DataError
 
 STATE = a_state()
 

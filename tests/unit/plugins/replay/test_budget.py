@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cartridge_forge.plugins.chat.messages import TeacherUsage
 from cartridge_forge.plugins.replay.budget import (
     ANSWERED,
     INTERRUPTED,
@@ -20,7 +21,6 @@ from cartridge_forge.plugins.replay.budget import (
     SpendTotals,
     TeacherCall,
 )
-from cartridge_forge.protocols.teacher_replay import TeacherUsage
 
 LIMITS = SpendLimits(
     run_cap=100, teacher_cap=60, concurrency=3, requests_per_minute=None, breaker_failures=3,

@@ -8,6 +8,7 @@ import random
 import pytest
 from episode_setup import replayed
 
+from cartridge_forge.plugins.chat.messages import AgentMessage, ReplayState, ToolAction
 from cartridge_forge.plugins.clinic.desk import TOOLS, call_text, draw_case, draw_desk
 from cartridge_forge.plugins.replay.actions import canonical
 from cartridge_forge.plugins.replay.clinic_teachers import KEY_ENV, at, local_provider, next_call
@@ -15,7 +16,6 @@ from cartridge_forge.plugins.replay.fake_provider.app import ProviderRequest
 from cartridge_forge.plugins.replay.prompts import read_answer, render
 from cartridge_forge.plugins.replay.spec import LocalSpec, PriceSpec, ReplaySpec, ReplayTeacherSpec
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.teacher_replay import AgentMessage, ReplayState, ToolAction
 
 PRICES = PriceSpec(input=1.0, output=1.0)
 SPEC = ReplaySpec(

@@ -6,6 +6,12 @@ from dataclasses import replace
 import pytest
 from replay_setup import a_state, a_teacher, answer, canonical_read
 
+from cartridge_forge.plugins.chat.messages import (
+    AgentMessage,
+    ReplayState,
+    TeacherUsage,
+    ToolAction,
+)
 from cartridge_forge.plugins.replay.budget import (
     OVERHEAD_TOKENS,
     cost,
@@ -25,12 +31,6 @@ from cartridge_forge.plugins.replay.prompts import (
     state_hash,
 )
 from cartridge_forge.plugins.replay.spec import PriceSpec, ReplayTeacherSpec
-from cartridge_forge.protocols.teacher_replay import (
-    AgentMessage,
-    ReplayState,
-    TeacherUsage,
-    ToolAction,
-)
 
 URL = "http://127.0.0.1:1/v1"
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from cartridge_forge.plugins.chat.messages import TeacherUsage
 from cartridge_forge.plugins.replay.replies import read_chat
-from cartridge_forge.protocols.teacher_replay import TeacherUsage
 
 USAGE = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
 

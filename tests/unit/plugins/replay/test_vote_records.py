@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 from replay_setup import a_state, canonical_read
 
-from cartridge_forge.plugins.replay.prompts import state_hash
-from cartridge_forge.plugins.replay.vote_records import Record, from_row, to_row
-from cartridge_forge.plugins.replay.voting import decide, pair_of
-from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.teacher_replay import (
+from cartridge_forge.plugins.chat.messages import (
     OptionAction,
     TeacherUsage,
     TeacherVote,
     TextAction,
 )
+from cartridge_forge.plugins.replay.prompts import state_hash
+from cartridge_forge.plugins.replay.vote_records import Record, from_row, to_row
+from cartridge_forge.plugins.replay.voting import decide, pair_of
+from cartridge_forge.protocols.errors import DataError
 
 VOTES = [
     TeacherVote(

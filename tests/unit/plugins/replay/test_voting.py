@@ -3,10 +3,10 @@
 import pytest
 from replay_setup import STATE, a_state, canonical_read, votes
 
+from cartridge_forge.plugins.chat.messages import ReplayState, ToolAction
 from cartridge_forge.plugins.replay.spec import GateSpec
 from cartridge_forge.plugins.replay.voting import decide, next_to_ask, pair_of, worth_asking
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.teacher_replay import ReplayState, ToolAction
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from cartridge_forge.plugins.episodes.spec.problems import ProblemsSpec
 from cartridge_forge.plugins.rsa.problems import ByNumber, OfPatients
 from cartridge_forge.plugins.rsa.recipe import RSARecipe, RSARollout, aggregation_gain
 from cartridge_forge.plugins.rsa.spec import RsaSpec
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.plugins.strategies.rsa.islands import RSAShape
 from cartridge_forge.plugins.strategies.rsa.populations import (
     AggregationInput,
@@ -30,7 +31,6 @@ from cartridge_forge.plugins.strategies.rsa.populations import (
 from cartridge_forge.protocols.errors import DataError, SpecError
 from cartridge_forge.protocols.records.answers import Answer
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.protocols.step import Completion, GenerateRequest, TrainStepOutput
 from cartridge_forge.training.recipe import open_recipe

@@ -9,6 +9,7 @@ import pytest
 from serving_setup import READER
 
 from cartridge_forge.learning.model.loading import load_tokenizer
+from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool
 from cartridge_forge.plugins.serve.detokenizer import TextPiece
 from cartridge_forge.plugins.serve.responses import joined
 from cartridge_forge.plugins.serve.structured.call_formats import (
@@ -20,7 +21,6 @@ from cartridge_forge.plugins.serve.structured.call_formats import (
 )
 from cartridge_forge.plugins.serve.structured.call_reading import CalledTools, with_calls
 from cartridge_forge.plugins.serve.tokenization import Tokenization
-from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool
 
 F = '{"name": "f", "arguments": {"a": "}\\"{", "b": [1, {}]}}'
 ARGUMENTS = '{"a": "}\\"{", "b": [1, {}]}'

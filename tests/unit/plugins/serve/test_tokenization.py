@@ -12,9 +12,9 @@ from rooms.environments.template_shapes import tokenizer
 from serving_setup import READER
 
 from cartridge_forge.learning.model.loading import load_tokenizer
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.serve.errors import ApiError
 from cartridge_forge.plugins.serve.tokenization import DATES, Tokenization
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 
 @cache

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from scripted_sampler import Babbler, Scripted, Word, at, by_name, words
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.strategies.answers.extract import Form
 from cartridge_forge.plugins.strategies.answers.votes import text_clusters, tf_idf
 from cartridge_forge.plugins.strategies.catalog import Strategy, parse, run
@@ -24,7 +25,6 @@ from cartridge_forge.plugins.strategies.phi import PhiDecoding, sample, weigh, w
 from cartridge_forge.plugins.strategies.problem import StrategyResult
 from cartridge_forge.plugins.strategies.samplers.sampler import ABILITIES, Sampler
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 ASKED = (AgentMessage("user", "what is it?"),)
 

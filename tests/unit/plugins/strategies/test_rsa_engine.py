@@ -24,6 +24,7 @@ from rooms.strategies.rsa_setup import (
     scored,
 )
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.statistics.intervals import wilson_interval
 from cartridge_forge.plugins.strategies.answers.extract import FORMS, extract
 from cartridge_forge.plugins.strategies.answers.votes import AnswerVote
@@ -52,7 +53,6 @@ from cartridge_forge.plugins.strategies.rsa.prompts import (
 from cartridge_forge.plugins.strategies.rsa.prompts import opening_prompt as opening
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 
 def oracle(right: int) -> Scripted:

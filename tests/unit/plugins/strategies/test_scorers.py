@@ -16,6 +16,7 @@ from scripted_sampler import Scripted, Word, words
 from strategy_setup import ASKED, VARIANTS, by_hand, probability, reward_model, solve
 from transformers import LlamaForSequenceClassification
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.strategies.answers.extract import FORMS, Form
 from cartridge_forge.plugins.strategies.catalog import STRATEGIES, parse, run
 from cartridge_forge.plugins.strategies.deepconf import DeepConf
@@ -43,7 +44,6 @@ from cartridge_forge.plugins.strategies.search import BeamSearch
 from cartridge_forge.plugins.strategies.steps import StepPath, StepSampler
 from cartridge_forge.protocols.errors import DataError, RunError
 from cartridge_forge.protocols.step import Sampling
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 SCORERS_ASKED = (AgentMessage("system", "be brief"), AgentMessage("user", "what is it?"))
 

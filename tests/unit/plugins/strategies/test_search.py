@@ -8,13 +8,13 @@ from math import exp
 import pytest
 from scripted_sampler import Babbler, Scripted, Word, by_name, words
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.strategies.adaptive import AdaptiveScaling, Momentum
 from cartridge_forge.plugins.strategies.catalog import Strategy, parse, run
 from cartridge_forge.plugins.strategies.problem import Judge, StrategyResult
 from cartridge_forge.plugins.strategies.samplers.sampler import ABILITIES, Sampler, SampleRequest
 from cartridge_forge.plugins.strategies.search import BeamSearch, BestOfN
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 ASKED = (AgentMessage("user", "what is it?"),)
 

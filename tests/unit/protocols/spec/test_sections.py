@@ -12,10 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from cartridge_forge.forge_run.preflight import plane_notes, slow_products, unmet
 from cartridge_forge.plugins.serve.spec import load_serve
-from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec import model as of
-from cartridge_forge.protocols.spec.cartridge import CartridgeSpec, StartSpec
-from cartridge_forge.protocols.spec.keys import (
+from cartridge_forge.plugins.spec_files.keys import (
     CONFIG_FILE,
     MESH_FILE,
     OTHER_NAMES,
@@ -24,8 +21,11 @@ from cartridge_forge.protocols.spec.keys import (
     spec_files,
     spec_keys,
 )
+from cartridge_forge.plugins.spec_files.loading import load_spec
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.spec import model as of
+from cartridge_forge.protocols.spec.cartridge import CartridgeSpec, StartSpec
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import ROLES, MeshSpec, RunSpec
 from cartridge_forge.protocols.spec.sections import EvaluateSpec, LossSpec, TeacherSpec
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import MeshSpec
 from cartridge_forge.protocols.spec.services import (
     AutoscaleSpec,

@@ -11,9 +11,9 @@ from cartridge_forge.learning.model.loading import load_tokenizer
 from cartridge_forge.plugins.clinic.text import Patient
 from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
 from cartridge_forge.plugins.documents.study.prompts import titles_of
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.layout import CartridgeLayout
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.step import Completion, PrefixRef
 from cartridge_forge.training.records import as_rollout, as_rows, rollout_from, with_title
 

@@ -6,10 +6,10 @@ from small_run import ROOT
 from cartridge_forge.learning.model.loading import load_tokenizer
 from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
 from cartridge_forge.plugins.documents.study.prompts import context_choice
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import DataError, SpecError
 from cartridge_forge.protocols.layout import CartridgeLayout
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.loading import load_spec
 
 MESH = str(ROOT / "meshes" / "longhealth.yaml")
 TEXTS = {"a.1": "the sodium is 140", "a.2": "the ecg is normal", "b": "the sodium of bob is low"}

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool
 from cartridge_forge.plugins.documents.rows.reading import of_split, read_row_set, split_files
 from cartridge_forge.plugins.documents.spec.rows import RowsSpec
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool
 
 PLAIN: dict[str, Any] = {
     "model": {"path": "m"}, "cartridge": {"tokens": 8}, "train": {"steps": 1, "row_tokens": 64},

@@ -18,11 +18,11 @@ from cartridge_forge.plugins.documents.study.recipe import DocumentsRecipe
 from cartridge_forge.plugins.documents.synthesis import read_rows
 from cartridge_forge.plugins.evaluate.questions import set_paper
 from cartridge_forge.plugins.evaluate.spec import EvalSpec
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import CheckpointError, DataError
 from cartridge_forge.protocols.records.answers import Answer, KeepAnswers
 from cartridge_forge.protocols.records.run_files import MeasuredAccuracy
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef
 from cartridge_forge.services.clients import Replied
 from cartridge_forge.services.run_directory import RunDirectory

@@ -16,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rooms.environments.clinic_setup import over
 
+from cartridge_forge.plugins.chat.episodes import Episode, Observation, Task, Turn
+from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool
 from cartridge_forge.plugins.episodes.environments.checking import (
     CheckPlan,
     check_environment,
@@ -38,10 +40,8 @@ from cartridge_forge.plugins.strategies.rsa.populations import (
     aggregate,
     measure,
 )
-from cartridge_forge.protocols.episodes import Episode, Observation, Task, Turn
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import Sampling
-from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool
 
 TASKSETS = Path(__file__).resolve().parents[4] / "data/tasksets"
 

@@ -13,13 +13,13 @@ import pytest
 
 from cartridge_forge.forge_run.plan.datasets import require_dataset
 from cartridge_forge.learning.model.loading import load_tokenizer
+from cartridge_forge.plugins.chat.episodes import RewardOutcome, RewardReply
 from cartridge_forge.plugins.documents.rows.checks import note_rows, require_lengths
 from cartridge_forge.plugins.documents.rows.reading import read_row_set
 from cartridge_forge.plugins.episodes.task_sources.rows import RowTasks
-from cartridge_forge.protocols.episodes import RewardOutcome, RewardReply
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import CheckpointError, DataError, RunError
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.step import Completion, GenerateRequest
 from cartridge_forge.services.run_directory import RunDirectory
 from cartridge_forge.training.recipe import drawn_steps, open_recipe

@@ -9,6 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from cartridge_forge.plugins.chat.messages import TeacherUsage
 from cartridge_forge.plugins.replay.fake_provider.app import (
     FakeProvider,
     FaultRates,
@@ -16,7 +17,6 @@ from cartridge_forge.plugins.replay.fake_provider.app import (
 )
 from cartridge_forge.plugins.replay.prompts import ATTEMPT_HEADER
 from cartridge_forge.plugins.replay.spec import PriceSpec
-from cartridge_forge.protocols.teacher_replay import TeacherUsage
 
 PRICES = {"tiny": PriceSpec(input=1.0, output=2.0, cached=0.5)}
 

@@ -16,11 +16,11 @@ from vllm_replica import require_vllm
 from cartridge_forge.actors.base import missing_vllm
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.clinic.patients import generate_clinic
 from cartridge_forge.plugins.clinic.text import option_prompt, parse_patients
 from cartridge_forge.plugins.serve.engine.in_process import local_sampler
 from cartridge_forge.plugins.strategies.rsa.engine import RSAEngine
-from cartridge_forge.training.renderer import ChatRenderer
 
 MODEL = str(Path(__file__).parents[5] / "models" / "clinic-panel")
 
@@ -92,7 +92,7 @@ def test_vllm_samples_no_padding_and_the_tokens_of_the_embedded_backend(tmp_path
     script = f"""
 import asyncio, sys
 from cartridge_forge.plugins.serve.engine.in_process import local_sampler
-from cartridge_forge.protocols.teacher_replay import AgentMessage
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.protocols.step import Sampling
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest
 user = (AgentMessage("user", "what is the sodium?"),)

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import request_response
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.replay.fake_provider.app import FakeProvider, FaultRates
 from cartridge_forge.plugins.replay.fake_provider.server import LoopbackServer
 from cartridge_forge.plugins.strategies.catalog import parse, run
@@ -19,7 +20,6 @@ from cartridge_forge.plugins.strategies.samplers.api_sampler import ApiEndpoint,
 from cartridge_forge.plugins.strategies.samplers.sampler import PartialResponse, SampleResult
 from cartridge_forge.protocols.errors import DataError, RunError, SpecError
 from cartridge_forge.protocols.step import Sampling, StopCondition
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 
 @pytest.fixture(autouse=True)

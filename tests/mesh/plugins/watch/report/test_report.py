@@ -31,6 +31,16 @@ from report_setup import (
     svgs,
 )
 
+from cartridge_forge.plugins.chat.episodes import Episode, Observation, Task, Turn
+from cartridge_forge.plugins.chat.messages import (
+    AgentMessage,
+    PanelVerdict,
+    ReplayState,
+    TeacherUsage,
+    TeacherVote,
+    ToolAction,
+    VerdictReason,
+)
 from cartridge_forge.plugins.episodes.environments.episode_files import to_row as episode_row
 from cartridge_forge.plugins.evaluate.strategies import ArmRow
 from cartridge_forge.plugins.replay.budget import CallNow, SettledCall, SpendLimits, TeacherCall
@@ -48,18 +58,8 @@ from cartridge_forge.plugins.watch.report.evaluation import (
 )
 from cartridge_forge.plugins.watch.report.frontier import best
 from cartridge_forge.plugins.watch.report.page import phase_means
-from cartridge_forge.protocols.episodes import Episode, Observation, Task, Turn
 from cartridge_forge.protocols.records.run_files import MetricRow
 from cartridge_forge.protocols.step import Sampling
-from cartridge_forge.protocols.teacher_replay import (
-    AgentMessage,
-    PanelVerdict,
-    ReplayState,
-    TeacherUsage,
-    TeacherVote,
-    ToolAction,
-    VerdictReason,
-)
 from cartridge_forge.services.run_directory import EVALUATION, FRONTIER, RunDirectory
 
 X, Y, Z = '{"choice":"X"}', '{"choice":"Y"}', '{"choice":"Z"}'

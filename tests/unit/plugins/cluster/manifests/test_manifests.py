@@ -28,8 +28,8 @@ from cartridge_forge.plugins.cluster.manifests.objects import HOME, IMAGE, USER
 from cartridge_forge.plugins.cluster.manifests.overlays import build, targets
 from cartridge_forge.plugins.cluster.manifests.sizing import model_size, part_bytes, role_needs
 from cartridge_forge.plugins.cluster.spec import DeploymentSpec
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import RunSpec
 
 CHART = Draft202012Validator(schema(["cpu", "gpu"], "gpu", Needs(is_mesh=True)))

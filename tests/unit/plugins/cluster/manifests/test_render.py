@@ -20,8 +20,8 @@ from cartridge_forge.plugins.cluster.manifests.overlays import build
 from cartridge_forge.plugins.cluster.manifests.sizing import ModelSize, pod_resources
 from cartridge_forge.plugins.serve.metrics import ServingMetrics
 from cartridge_forge.plugins.serve.spec import load_serve
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.spec.model import ShapeSpec
 
 REPOSITORY = Path(__file__).parents[5]

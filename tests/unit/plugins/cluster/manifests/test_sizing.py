@@ -40,7 +40,7 @@ from cartridge_forge.plugins.cluster.manifests.sizing import (
     trainable_numbers,
     trained_tokens,
 )
-from cartridge_forge.protocols.spec.loading import load_spec
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
 from cartridge_forge.protocols.spec.model import ShapeSpec
 from cartridge_forge.protocols.step import Sample

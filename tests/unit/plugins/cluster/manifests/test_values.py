@@ -17,8 +17,8 @@ from cartridge_forge.plugins.cluster.checks.findings import Manifest
 from cartridge_forge.plugins.cluster.manifests.overlays import build, targets
 from cartridge_forge.plugins.cluster.manifests.volumes import ModelVolume, model_volume
 from cartridge_forge.plugins.cluster.spec import DeploymentSpec, ModelSourceSpec
+from cartridge_forge.plugins.spec_files.loading import load_file
 from cartridge_forge.protocols.errors import DataError, SpecError
-from cartridge_forge.protocols.spec.loading import load_file
 
 REPOSITORY = Path(__file__).parents[5]
 SMALL = str(REPOSITORY / "meshes" / "longhealth.yaml")

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.documents.study.agreement import (
     HeldOutQuestion,
     StudyQuestion,
@@ -11,7 +12,6 @@ from cartridge_forge.plugins.documents.study.agreement import (
     split,
 )
 from cartridge_forge.protocols.step import Completion
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 
 def studied(document: str, text: str) -> StudyQuestion:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cartridge_forge.learning.model.loading import load_tokenizer
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.clinic.patients import generate_clinic
 from cartridge_forge.plugins.clinic.text import option_prompt
 from cartridge_forge.plugins.documents.study.material import read_material
@@ -18,13 +19,12 @@ from cartridge_forge.plugins.documents.study.recipe import DocumentsRecipe
 from cartridge_forge.plugins.documents.study.rows import context_titles
 from cartridge_forge.plugins.evaluate.questions import set_paper
 from cartridge_forge.plugins.evaluate.spec import EvalSpec
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.records.answers import Answer
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.step import SEPARATOR, Completion, GenerateRequest
 from cartridge_forge.services.run_directory import RunDirectory
-from cartridge_forge.training.renderer import ChatRenderer
 
 ROOT = Path(__file__).resolve().parents[5]
 TOKENIZER = load_tokenizer(str(ROOT / "models" / "clinic-reader"))

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from cartridge_forge.learning.model.loading import load_tokenizer
+from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.documents.study.passages import (
     BETWEEN,
     NO_PREFIX,
@@ -17,8 +19,6 @@ from cartridge_forge.plugins.documents.study.passages import (
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import REPOSITORY
 from cartridge_forge.protocols.layout import CartridgeLayout
-from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.training.renderer import ChatRenderer
 
 MODEL = str(REPOSITORY / "models" / "clinic-reader")
 DRUGS = ["statin duratex", "insulin 86 units", "albumin 25 gram", "therapist evans"]

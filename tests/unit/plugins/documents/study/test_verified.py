@@ -27,9 +27,9 @@ from cartridge_forge.plugins.documents.study.verified import (
     opened,
     trained_marks,
 )
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.step import (
     BARE,
     GenerateRequest,

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool
 from cartridge_forge.plugins.episodes.environments.openenv.wire import observed
 from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import (
     KEY,
     VerifiersWorker,
 )
 from cartridge_forge.protocols.errors import RunError
-from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from episode_setup import LOST, RIGHT, episode_of, seen_at_desk
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cartridge_forge.plugins.chat.episodes import Episode, Observation, TurnHint
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.clinic.desk import HINTS
 from cartridge_forge.plugins.episodes.environments.hints import (
     FailedTurn,
@@ -22,8 +24,6 @@ from cartridge_forge.plugins.episodes.environments.hints import (
     template_hint,
     words,
 )
-from cartridge_forge.protocols.episodes import Episode, Observation, TurnHint
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 
 def failed(*said: str, see: Callable[[Sequence[str]], Observation] = seen_at_desk) -> FailedTurn:

@@ -25,6 +25,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rooms.environments.clinic_setup import over
 
+from cartridge_forge.plugins.chat.episodes import (
+    EnvironmentRequest,
+    Episode,
+    Observation,
+    RewardOutcome,
+    Task,
+    Turn,
+    TurnHint,
+)
+from cartridge_forge.plugins.chat.messages import (
+    Action,
+    AgentMessage,
+    OptionAction,
+    TextAction,
+    ToolAction,
+)
 from cartridge_forge.plugins.clinic.text import PatientQuestion
 from cartridge_forge.plugins.episodes.environments import opening
 from cartridge_forge.plugins.episodes.environments.action_parsing import DESK, JSON
@@ -41,25 +57,9 @@ from cartridge_forge.plugins.episodes.environments.rollout import over_cartridge
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.episodes.spec.problems import ProblemsSpec
 from cartridge_forge.plugins.strategies.rsa.populations import JudgedCandidate
-from cartridge_forge.protocols.episodes import (
-    EnvironmentRequest,
-    Episode,
-    Observation,
-    RewardOutcome,
-    Task,
-    Turn,
-    TurnHint,
-)
 from cartridge_forge.protocols.errors import DataError, PublishError
 from cartridge_forge.protocols.ports import refused
 from cartridge_forge.protocols.step import BARE, Completion, GenerateRequest, PrefixRef, Sampling
-from cartridge_forge.protocols.teacher_replay import (
-    Action,
-    AgentMessage,
-    OptionAction,
-    TextAction,
-    ToolAction,
-)
 
 TALK = conversation()
 

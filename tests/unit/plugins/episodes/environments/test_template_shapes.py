@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from rooms.environments.template_shapes import SHAPES, tokenizer
 
+from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.serve.errors import ApiError
 from cartridge_forge.plugins.serve.tokenization import Tokenization
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool
-from cartridge_forge.training.renderer import ChatRenderer
 
 DAY = datetime(2026, 11, 29, 23, 59)
 DOCUMENTS = {

@@ -17,6 +17,14 @@ from episode_setup import (
     tokenizer,
 )
 
+from cartridge_forge.plugins.chat import messages as teacher_replay
+from cartridge_forge.plugins.chat.episodes import Episode, Observation, TurnHint
+from cartridge_forge.plugins.chat.messages import (
+    AgentMessage,
+    OptionAction,
+    TextAction,
+    ToolAction,
+)
 from cartridge_forge.plugins.clinic.desk import HINTS
 from cartridge_forge.plugins.episodes.environments.action_parsing import DESK, JSON
 from cartridge_forge.plugins.episodes.environments.hints import failed_turns, template_hint
@@ -30,15 +38,7 @@ from cartridge_forge.plugins.episodes.environments.training_signals import (
 )
 from cartridge_forge.plugins.replay.actions import canonical
 from cartridge_forge.plugins.replay.prompts import state_hash
-from cartridge_forge.protocols import teacher_replay
-from cartridge_forge.protocols.episodes import Episode, Observation, TurnHint
 from cartridge_forge.protocols.step import HintedTurn, PreferencePair, hinted
-from cartridge_forge.protocols.teacher_replay import (
-    AgentMessage,
-    OptionAction,
-    TextAction,
-    ToolAction,
-)
 
 USER, END, ASSISTANT = 4, 2, 5
 

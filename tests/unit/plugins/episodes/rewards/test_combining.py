@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Episode, RewardOutcome, Turn
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.episodes.environments.single_turn import answered_once, task_of
 from cartridge_forge.plugins.episodes.rewards.combining import can_be_judged, judged, view_of
 from cartridge_forge.plugins.episodes.spec.rewards import RewardSpec
-from cartridge_forge.protocols.episodes import EnvironmentRequest, Episode, RewardOutcome, Turn
 from cartridge_forge.protocols.step import Sampling
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 TASK = task_of("t/0", "d", (AgentMessage("user", "2 + 2"),), (), {"answer": 4, "level": 1})
 REWARDS = (

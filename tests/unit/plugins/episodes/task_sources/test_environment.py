@@ -12,9 +12,9 @@ from cartridge_forge.plugins.episodes.task_sources.environment import (
     document_of,
     turns_by_weight,
 )
+from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.loading import load_spec
 
 MESH = Path(__file__).resolve().parents[5] / "meshes" / "three_channels.yaml"
 

@@ -18,6 +18,8 @@ from scripted_sampler import BABBLE, Babbler, Scripted, Word, words
 from strategy_setup import ASKED, VARIANTS, digest, solve
 
 from cartridge_forge.learning.model.loading import load_tokenizer
+from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.strategies.catalog import parse, run
 from cartridge_forge.plugins.strategies.samplers.sampler import (
     ABILITIES,
@@ -38,8 +40,6 @@ from cartridge_forge.protocols.step import (
     Sampling,
     StopCondition,
 )
-from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.training.renderer import ChatRenderer
 
 MODEL = Path(__file__).parents[5] / "models" / "clinic-reader"
 PREFIX = PrefixRef("cartridge/p", 3)

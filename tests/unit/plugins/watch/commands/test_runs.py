@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from cartridge_forge.forge_run.cli import forge
+from cartridge_forge.plugins.spec_files.loading import load_spec
+from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml
 from cartridge_forge.plugins.watch.commands.runs import RunSummary, summary_of
 from cartridge_forge.plugins.watch.control.endpoints import Endpoints, write_endpoints
 from cartridge_forge.protocols.records.run_files import MetricRow
-from cartridge_forge.protocols.spec.loading import load_spec
-from cartridge_forge.protocols.spec.yaml_source import dump_yaml
 from cartridge_forge.services.run_directory import RunDirectory
 
 REPOSITORY = Path(__file__).parents[5]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from recorded_run import answer, at, finish, recorded_run, train
 
+from cartridge_forge.plugins.spec_files.loading import load_resolved
 from cartridge_forge.plugins.watch.pages.rollouts_page import recalled, split_passages, tallied
 from cartridge_forge.plugins.watch.pages.row_index import (
     FollowedRows,
@@ -25,7 +26,6 @@ from cartridge_forge.plugins.watch.pages.run_view import RunView
 from cartridge_forge.plugins.watch.pages.timeline import RunStage, stages
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.records.answers import to_row
-from cartridge_forge.protocols.spec.loading import load_resolved
 from cartridge_forge.services.run_directory import RunDirectory
 
 

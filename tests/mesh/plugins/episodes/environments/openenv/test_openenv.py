@@ -23,6 +23,8 @@ from openenv.core.env_server.types import Observation as ServedObservation
 from openenv.core.generic_client import GenericEnvClient
 from websockets.asyncio.server import ServerConnection, serve
 
+from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Observation, Task
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.clinic.desk import MAX_CALL_CHARS, bounded
 from cartridge_forge.plugins.episodes.environments import sessions
 from cartridge_forge.plugins.episodes.environments.openenv.client import OpenEnvClient
@@ -35,9 +37,7 @@ from cartridge_forge.plugins.episodes.environments.openenv.desk_env import (
 from cartridge_forge.plugins.episodes.environments.openenv.server import LocalEnvironment
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.replay.fake_provider.server import LoopbackServer
-from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation, Task
 from cartridge_forge.protocols.errors import DataError, RunError
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 TASK = a_task()
 STRAY = ("find sodium in nowhere.", "sing.", *solution(TASK))

@@ -14,6 +14,8 @@ from openenv.core.env_server.types import Action, State
 from openenv.core.env_server.types import Observation as ServedObservation
 from openenv.core.rubrics.trajectory import ExponentialDiscountingTrajectoryRubric
 
+from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Observation, Task
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.episodes.environments.checking import CheckPlan, check_environment
 from cartridge_forge.plugins.episodes.environments.openenv.client import (
     OpenEnvClient,
@@ -22,9 +24,7 @@ from cartridge_forge.plugins.episodes.environments.openenv.client import (
 )
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
 from cartridge_forge.plugins.replay.fake_provider.server import LoopbackServer
-from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation, Task
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 from examples.calculator.server import calculator_app
 
 # OpenEnv 0.10 reads a tool's schema by an older name, and we take warnings for errors.

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Observation, Task
+from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.episodes.environments.verifiers.stepped import TasksetEnvironment
 from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import PYTHON
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
-from cartridge_forge.protocols.episodes import EnvironmentRequest, Observation, Task
-from cartridge_forge.protocols.teacher_replay import AgentMessage
 
 FOLDER = str(Path(__file__).parents[5] / "data" / "tasksets")
 

@@ -12,6 +12,8 @@ import httpx2
 import openai
 import pytest
 
+from cartridge_forge.plugins.chat.episodes import Task
+from cartridge_forge.plugins.chat.messages import TeacherUsage
 from cartridge_forge.plugins.episodes.environments.verifiers.chat_endpoint import (
     BadChatRequest,
     ChatEndpoint,
@@ -23,9 +25,7 @@ from cartridge_forge.plugins.episodes.environments.verifiers.worker_process impo
 )
 from cartridge_forge.plugins.wire.openai_chat import HarnessRequest
 from cartridge_forge.plugins.wire.openai_replies import ChatReply, FunctionCall
-from cartridge_forge.protocols.episodes import Task
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.teacher_replay import TeacherUsage
 
 TASKSETS = Path(__file__).resolve().parents[5] / "data/tasksets"
 

@@ -18,10 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.secrets import HIDDEN, SHORTEST, has_password
-from cartridge_forge.protocols.spec.base import JoinedSection, PathRule
-from cartridge_forge.protocols.spec.errors import (
+from cartridge_forge.plugins.spec_files.errors import (
     SpecProblem,
     combined,
     dotted,
@@ -31,7 +28,7 @@ from cartridge_forge.protocols.spec.errors import (
     unknown_key,
     unknown_override,
 )
-from cartridge_forge.protocols.spec.keys import (
+from cartridge_forge.plugins.spec_files.keys import (
     MESH_FILE,
     SpecFile,
     is_known,
@@ -45,16 +42,19 @@ from cartridge_forge.protocols.spec.keys import (
     shown_path,
     spec_files,
 )
-from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.spec.mesh import MeshSpec, RunSpec
-from cartridge_forge.protocols.spec.model import settled
-from cartridge_forge.protocols.spec.yaml_source import (
+from cartridge_forge.plugins.spec_files.yaml_source import (
     Key,
     SourceLocation,
     YamlDocument,
     parse_value,
     read_yaml,
 )
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.secrets import HIDDEN, SHORTEST, has_password
+from cartridge_forge.protocols.spec.base import JoinedSection, PathRule
+from cartridge_forge.protocols.spec.learn import LearnSpec
+from cartridge_forge.protocols.spec.mesh import MeshSpec, RunSpec
+from cartridge_forge.protocols.spec.model import settled
 
 Model = TypeVar("Model", bound=BaseModel)
 

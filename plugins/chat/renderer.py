@@ -31,9 +31,9 @@ from typing import Any, get_args
 from jinja2 import TemplateError
 
 from cartridge_forge.learning.model.control_tokens import special_tokens, stated_ends
-from cartridge_forge.protocols.episodes import Observation, Turn
+from cartridge_forge.plugins.chat.episodes import Observation, Turn
+from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool, Role
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool, Role
 
 _ROLE_LINE = re.compile(rf"^(?:{'|'.join(get_args(Role))})(?:\n|$)")
 # Parts a special token that stands in a message, and is not tokenized: a noncharacter of Unicode.

@@ -35,13 +35,13 @@ PRELOAD = (
     "torch",
     "safetensors.torch",
     "transformers.tokenization_utils_tokenizers",
-    "cartridge_forge.protocols.spec.loading",
+    "cartridge_forge.plugins.spec_files.loading",
     "cartridge_forge.learning.trainer",
     "cartridge_forge.learning.teacher",
     "cartridge_forge.learning.policy_scores",
     "cartridge_forge.learning.decode",
     "cartridge_forge.learning.losses.channel",
-    "cartridge_forge.training.renderer",
+    "cartridge_forge.plugins.chat.renderer",
 )
 PR_SET_PDEATHSIG = 1
 READY = b"r"  # what the owner reads after the imports

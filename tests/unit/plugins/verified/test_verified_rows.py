@@ -11,11 +11,11 @@ import torch
 from twins import NEAR, VOCAB
 
 from cartridge_forge.learning.teacher import document_kv
-from cartridge_forge.learning.verified.rows import VerifiedRows
-from cartridge_forge.learning.verified.rules import Verdict
+from cartridge_forge.plugins.verified.records import VerifyCall, VerifyRow
+from cartridge_forge.plugins.verified.rows import VerifiedRows
+from cartridge_forge.plugins.verified.rules import Verdict
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import Sampling
-from cartridge_forge.protocols.verification import VerifyCall, VerifyRow
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cartridge_forge.services.forkserver.client import STAND_IN
+from cartridge_forge.forge_run.forkserver.client import STAND_IN
 
 TIMEOUT = 60
 # A server without imports, whose processes run the code in the variable DO.
 SERVER = """
 import os, socket, sys
-from cartridge_forge.services.forkserver.server import become, end_with_parent, serve
+from cartridge_forge.forge_run.forkserver.server import become, end_with_parent, serve
 end_with_parent(int(sys.argv[2]))
 given = serve(socket.socket(fileno=int(sys.argv[1])))
 if given is None:
@@ -37,7 +37,7 @@ exec(os.environ["DO"])
 # weight, over the weights' size. The arguments of `preload` are JSON.
 LOADER = """
 import json, os, sys
-from cartridge_forge.services.forkserver.server import preload
+from cartridge_forge.forge_run.forkserver.server import preload
 
 def taken():
     rows = [line.split() for line in open("/proc/self/smaps_rollup")]
@@ -201,7 +201,7 @@ def test_in_another_process_than_the_owners_it_is_monarchs_own(forks: Forks) -> 
 
 def test_an_import_that_starts_a_thread_is_refused() -> None:
     code = (
-        "from cartridge_forge.services.forkserver.server import preload\n"
+        "from cartridge_forge.forge_run.forkserver.server import preload\n"
         "preload(['json', 'monarch._rust_bindings'])"
     )
     done = subprocess.run(

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from cartridge_forge.plugins.spec_files.loading import LoadedSpec, load_resolved, load_spec
+from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml, parse_value
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.spec.loading import LoadedSpec, load_resolved, load_spec
-from cartridge_forge.protocols.spec.yaml_source import dump_yaml, parse_value
 
 REPOSITORY = Path(__file__).parents[4]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cartridge_forge.protocols import foreign
-from cartridge_forge.protocols.foreign import count, items, number, read_json, stays, value_of
+from cartridge_forge.plugins.wire import foreign
+from cartridge_forge.plugins.wire.foreign import count, items, number, read_json, stays, value_of
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ branches. Each branch is trained as a sequence of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cartridge_forge.protocols.step import Sampling, TimedReply
-from cartridge_forge.protocols.teacher_replay import AgentMessage, AgentTool
+from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool
+from cartridge_forge.protocols.step import OFFLINE_VERSION, Sampling, TimedReply
 
 
 @dataclass(frozen=True)
@@ -141,3 +141,12 @@ class TurnHint:
     turn: int
     text: str
     why: str = ""
+
+
+def written_offline(episode: Episode) -> Episode:
+    """Return an episode whose turns the document teacher wrote: they carry no version."""
+    turns = (
+        replace(turn, versions=(OFFLINE_VERSION,) * len(turn.response_ids))
+        for turn in episode.turns
+    )
+    return replace(episode, turns=tuple(turns))

@@ -18,11 +18,11 @@ from episode_setup import (
     turn_of,
 )
 
+from cartridge_forge.plugins.chat.episodes import Turn
+from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.renderer import ChatRenderer, messages_read, messages_so_far
 from cartridge_forge.plugins.clinic.desk import TOOLS
-from cartridge_forge.protocols.episodes import Turn
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.teacher_replay import AgentMessage
-from cartridge_forge.training.renderer import ChatRenderer, messages_read, messages_so_far
 
 BOS, END, USER, ASSISTANT = 1, 2, 4, 5
 

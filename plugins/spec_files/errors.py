@@ -14,11 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.secrets import HIDDEN
-from cartridge_forge.protocols.spec.base import PATTERN_RULES, UNKNOWN_NAME
-from cartridge_forge.protocols.spec.cartridge import TAG
-from cartridge_forge.protocols.spec.keys import (
+from cartridge_forge.plugins.spec_files.keys import (
     CONFIG_FILE,
     MESH_FILE,
     SpecKey,
@@ -29,7 +25,11 @@ from cartridge_forge.protocols.spec.keys import (
     section_at,
     spec_keys,
 )
-from cartridge_forge.protocols.spec.yaml_source import Key, SourceLocation, show
+from cartridge_forge.plugins.spec_files.yaml_source import Key, SourceLocation, show
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.secrets import HIDDEN
+from cartridge_forge.protocols.spec.base import PATTERN_RULES, UNKNOWN_NAME
+from cartridge_forge.protocols.spec.cartridge import TAG
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Start and stop the fork server of a command, and tell Monarch how its processes start."""
+"""Start and stop the fork server of a command."""
 
 from __future__ import annotations
 
@@ -10,15 +10,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from cartridge_forge.actors.base import QUIET
+from cartridge_forge.actors.base import FORK_SERVER, QUIET
 from cartridge_forge.protocols.secrets import confined
 
-if TYPE_CHECKING:  # Monarch reads its environment when it is imported
-    from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
-
-CHANNEL = "FORGE_FORK_SERVER"  # environment variable: the owner's id, and its end of the socket
 START_SECONDS = 300.0  # for the imports, on a host that has other work
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 
@@ -37,7 +32,7 @@ def fork_server(
     Call it in the main thread, since the server ends with the thread that started it.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-m", "cartridge_forge.services.forkserver.server"]
+    command = [sys.executable, "-m", "cartridge_forge.forge_run.forkserver.server"]
     with ours:
         with theirs:
             server = subprocess.Popen(
@@ -49,7 +44,7 @@ def fork_server(
                 process_group=0,
             )
         ours.set_inheritable(True)  # for the stand-ins, which Monarch starts
-        os.environ[CHANNEL] = f"{os.getpid()}:{ours.fileno()}"
+        os.environ[FORK_SERVER] = f"{os.getpid()}:{ours.fileno()}:{STAND_IN}"
 
         def ready() -> None:
             ours.settimeout(START_SECONDS)
@@ -62,17 +57,6 @@ def fork_server(
         try:
             yield ready
         finally:
-            del os.environ[CHANNEL]
+            del os.environ[FORK_SERVER]
             server.kill()
             server.wait()
-
-
-def bootstrap_command() -> BootstrapCommand | None:
-    """Return the command by which Monarch starts a local process from the fork server; None without
-    a server, for Monarch's own."""
-    channel = os.environ.get(CHANNEL)
-    if channel is None:
-        return None
-    from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
-
-    return BootstrapCommand(sys.executable, None, ["-I", "-S", STAND_IN, channel], {})

@@ -19,6 +19,7 @@ vocabulary.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,8 @@ from cartridge_forge.learning.attention import (
     window_mask,
 )
 from cartridge_forge.learning.decoder import LanguageModel
-from cartridge_forge.learning.verified.rules import (
+from cartridge_forge.plugins.verified.records import VerifyCall, VerifyReply, VerifyRow
+from cartridge_forge.plugins.verified.rules import (
     Verdict,
     verification_draws,
     verify_exact,
@@ -43,7 +45,6 @@ from cartridge_forge.learning.verified.rules import (
 )
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import SEPARATOR, require_ids
-from cartridge_forge.protocols.verification import VerifyCall, VerifyRow
 
 Reads = tuple[tuple[tuple[int, int], ...], ...]  # of each row of a group
 
@@ -116,6 +117,16 @@ class VerifiedRows:
         )
         self._keep(call.group, group)
         return self._verdicts(call, [*spans], hidden, student), repeated
+
+    def reply(
+        self, call: VerifyCall, context: Callable[[str], Tensor], student: Tensor | None
+    ) -> VerifyReply:
+        """Return the reply to a call, as `verify` computes it, with its seconds and its cost."""
+        start = time.perf_counter()
+        verdicts, repeated = self.verify(call, context, student)
+        ratio = self.ratio(call, context)
+        seconds = time.perf_counter() - start
+        return VerifyReply(seconds, tuple((v.accepted, v.token) for v in verdicts), ratio, repeated)
 
     def ratio(self, call: VerifyCall, context: Callable[[str], Tensor]) -> float:
         """Return the bytes that a pass reads, of weights and of contexts, over those of the weights

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from cartridge_forge.plugins.spec_files.yaml_source import YamlDocument, read_yaml, show
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.files import REPOSITORY
 from cartridge_forge.protocols.plugins import SHIPPED, optional
@@ -27,7 +28,6 @@ from cartridge_forge.protocols.secrets import MARK, looks_secret
 from cartridge_forge.protocols.spec.base import JoinedSection, KnownNames, PathRule
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.mesh import MeshSpec
-from cartridge_forge.protocols.spec.yaml_source import YamlDocument, read_yaml, show
 
 # What other trainers call a key. A test checks that each key exists.
 OTHER_NAMES = {
