@@ -13,7 +13,6 @@ from cartridge_forge.actors.base import ModelSource, RankPlace
 from cartridge_forge.actors.model import ModelActor
 from cartridge_forge.learning.batch import context_of
 from cartridge_forge.learning.model.loading import claim_device
-from cartridge_forge.learning.model.parallel import divide_base
 from cartridge_forge.learning.ranks import engine_errors, join
 from cartridge_forge.learning.teacher import (
     contexts_of,
@@ -60,7 +59,8 @@ class DocTeacherActor(ModelActor):
             device=device.type, timeout_s=silent_s,
             tensor=rank_place.world,
         )  # fmt: skip
-        divide_base(self._model, self._ranks)
+        if rank_place.world > 1:
+            resolve("hooks", "divide_base")(self._model, self._ranks)
         self._model.to(device)
         self._ranks.gather({})
         if self._ranks.leads:

@@ -11,9 +11,9 @@ from torch import Tensor
 from cartridge_forge.actors.base import ModelSource
 from cartridge_forge.actors.model import ModelActor
 from cartridge_forge.learning.cartridge import CartridgeVersions, Fingerprints, since_of
-from cartridge_forge.learning.policy_scores import with_references
 from cartridge_forge.learning.ranks import engine_errors
 from cartridge_forge.learning.teacher import score_kept
+from cartridge_forge.plugins.objectives.policy_scores import with_references
 from cartridge_forge.protocols.step import (
     CartridgeSnapshot,
     PreferencePair,

@@ -28,8 +28,6 @@ from cartridge_forge.learning.checkpoint import read_checkpoint
 from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.initialization import Start, untrained_bank
 from cartridge_forge.learning.model.loading import claim_device
-from cartridge_forge.learning.model.parallel import divide_base, shard_base
-from cartridge_forge.learning.policy_scores import document_logprobs
 from cartridge_forge.learning.ranks import give_back_now, join
 from cartridge_forge.learning.teacher import TeacherDistribution, document_kv, joined, of_stored
 from cartridge_forge.learning.trainer import CartridgeTrainer
@@ -99,9 +97,10 @@ class TrainerActor(ModelActor):
             device=device.type, timeout_s=silent_s,
             tensor=tensor, apart=apart,
         )  # fmt: skip
-        divide_base(model, self._ranks)
+        if tensor > 1:
+            resolve("hooks", "divide_base")(model, self._ranks)
         if shard:
-            shard_base(model, self._ranks)
+            resolve("hooks", "shard_base")(model, self._ranks)
         else:
             model.to(device)
         own_names = self._ranks.cartridges(names)
@@ -183,7 +182,8 @@ class TrainerActor(ModelActor):
             if distribution is not None
         }
         if self._asks_document and "doc_teacher" in scores:
-            scores["document"] = document_logprobs(batch, scores["doc_teacher"])
+            of_document = resolve("hooks", "document_logprobs")
+            scores["document"] = of_document(batch, scores["doc_teacher"])
         if "doc_teacher" in scores and batch.doc_trained is not None:
             marks = torch.tensor([m for marks in batch.doc_trained for m in marks])
             scores["doc_teacher"] = scores["doc_teacher"].rows(marks.nonzero().flatten())

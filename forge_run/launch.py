@@ -346,7 +346,7 @@ def _drive(
 def _tell_fresh(directory: RunDirectory, display: ConsoleDisplay) -> None:
     """Tell which cartridges start by an initialization where others start from trained ones."""
     from cartridge_forge.plugins.library.formats.run_checkpoint import read_start_record
-    from cartridge_forge.plugins.library.starting import start_lines
+    from cartridge_forge.plugins.library.starts.trained import start_lines
 
     record = read_start_record(directory.start)
     for line in start_lines({name: one for name, one in record.items() if "init" in one}):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml
 from cartridge_forge.protocols.errors import CheckpointError
 from cartridge_forge.protocols.files import salvage
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.services.pool.sizes import PoolSize, resumed_sizes
+from cartridge_forge.services.pool.sizes import GIVEN, PoolSize
 from cartridge_forge.services.run_directory import RunDirectory
 
 UNFINISHED = "unfinished"  # `resume` value for the latest run, unless it finished
@@ -121,3 +121,36 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
             found += differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
         return found
     return [] if a == b else [path]
+
+
+def resumed_sizes(
+    began: RunSpec,
+    now: RunSpec,
+    events: Iterable[Mapping[str, Any]],
+    given_roles: Collection[str] = (),
+) -> tuple[PoolSize, ...]:
+    """Return the sizes that are others than those of the spec `now`, or are new.
+
+    A size that is given now, on the command line or in the mesh file, wins where it is new: another
+    than the run was last given, or one of `--set` where a person resumes the run. Else a pool has
+    the size that `forge scale` or its load set last, else the mesh file's.
+     `began` is the
+    spec that the run began with; `told` are the roles whose size a person gives with `--set`."""
+    given_sizes = {name: role.replicas for name, role in began.roles}
+    last: dict[str, Mapping[str, Any]] = {}
+    for event in events:
+        if event.get("event") == "scaled" and event["role"] in given_sizes:
+            last[event["role"]] = event
+            if event["by"] == GIVEN:
+                given_sizes[event["role"]] = event["replicas"]
+    sizes = []
+    for name, role in now.roles:
+        if name not in given_sizes:
+            continue
+        replicas, scaled = role.replicas, last.get(name)
+        last_size = given_sizes[name] if scaled is None else scaled["replicas"]
+        if replicas != given_sizes[name] or (name in given_roles and replicas != last_size):
+            sizes.append(PoolSize(name, replicas, last_size, GIVEN))
+        elif scaled is not None and last_size != replicas:
+            sizes.append(PoolSize(name, last_size, replicas, scaled["by"], scaled["time"]))
+    return tuple(sizes)

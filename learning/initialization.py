@@ -1,26 +1,18 @@
 """Initialize cartridges [L, 2, H_kv, P, D] from documents, or from trained cartridges.
 
-    first_tokens        the document's first P tokens; of several contexts, an equal share of each
-    random_text         random tokens of the vocabulary
-    random_vectors      normal numbers with the mean and spread of the document's KV
-    sampled_chunks      chunks of the document, read one after another (Diaz, arXiv 2508.17032)
-    attention_matching  the whole document's KV, compacted in closed form, by what the model reads
-                        and writes behind it (plugins.library.attention_matching)
-
-All but attention_matching compute the keys at positions 0..P-1. The first `frozen` tokens are
-always the document's own: they are the attention sink, which is not trained, and random text would
-not be one.
-
-A trained cartridge of other than P tokens is cut to its first P, or gets more of the document:
-random vectors, or entries that attention matching fits beside its own (PADS).
+By default a cartridge begins as the document's first P tokens; of several contexts, as an equal
+share of each. The plug-in `library` has the other ways (`plugins.library.starts.untrained`), and
+what is added to a trained cartridge of fewer than P tokens; one of more is cut to its first P.
+The first `frozen` tokens are always the document's own: they are the attention sink, which is not
+trained.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,28 +24,11 @@ from cartridge_forge.learning.teacher import DocumentKVCache, context_ids, docum
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.plugins import optional, resolve
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.step import SEPARATOR, set_preparation, stream_seed
+from cartridge_forge.protocols.step import SEPARATOR, set_preparation
 
-CHUNKS = 8  # at most, and so few that each has LEAST tokens
-LEAST = 4
-
-
-@dataclass(frozen=True)
-class StudyPrompts:
-    """Hold the token ids of `prompts` about a document, behind its own, and the ids that end an
-    answer; and of prompts with their answers, which are the document's own words: `recited`."""
-
-    prompts: tuple[tuple[int, ...], ...] = ()
-    end_ids: frozenset[int] = frozenset()
-    recited: tuple[tuple[int, ...], ...] = ()
-
-
-NO_STUDY = StudyPrompts()
-
-
-def no_study(ids: Sequence[int], stream: str) -> StudyPrompts:
-    """Return no prompts, as where nothing makes them of a document's tokens `ids`."""
-    return NO_STUDY
+FIRST_TOKENS = "first_tokens"
+Study = Callable[[Sequence[int], str], Any]
+"""Make prompts about a text, of its ids and the name of a stream of draws."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +45,7 @@ class InitSource:
     vocabulary: Callable[[], Sequence[int]]
     parts: tuple[tuple[int, ...], ...] = ()
     most: int | None = None
-    study: Callable[[Sequence[int], str], StudyPrompts] = no_study
-
-    def study_prompts(self, seed: int) -> StudyPrompts:
-        """Return the prompts about the text, drawn by this seed and the source's name."""
-        return self.study(self.ids, f"init/study/{seed}/{self.name}")
+    study: Study | None = None
 
     def check_read(self) -> None:
         """Raise DataError where several contexts have more tokens than the model reads at once."""
@@ -93,8 +64,8 @@ class InitSource:
 
 @dataclass(frozen=True)
 class CartridgeInit:
-    """Name one of INITS, the cartridge's P tokens, how many of them are frozen, and the seed of the
-    draws. `pad` is one of PADS, for trained cartridges of fewer tokens."""
+    """Name how a cartridge begins, its P tokens, how many of them are frozen, and the seed of the
+    draws. `pad` is what is added to trained cartridges of fewer tokens."""
 
     init: str
     tokens: int
@@ -131,7 +102,9 @@ def initial_cartridges(
             cartridges[name] = resized(model, source, start, kv, frozen), frozen
         else:
             assert source is not None
-            cartridges[name] = INITS[start.init](model, source, start).float(), start.frozen
+            first = start.init == FIRST_TOKENS
+            begin = beginning if first else resolve("hooks", "inits")[start.init]
+            cartridges[name] = begin(model, source, start).float(), start.frozen
     set_preparation(len(names), len(names))
     return cartridges
 
@@ -173,7 +146,8 @@ def resized(
         return joined
     assert start.pad is not None, "refused before the cartridge was read"
     assert source is not None, "a padded cartridge has its document"
-    return torch.cat([joined, PADS[start.pad](model, source, start, joined).float()], dim=3)
+    padding = resolve("hooks", "pads")[start.pad](model, source, start, joined)
+    return torch.cat([joined, padding.float()], dim=3)
 
 
 def beginning(model: LanguageModel, source: InitSource, start: CartridgeInit) -> Tensor:
@@ -204,104 +178,6 @@ def shares(lengths: Sequence[int], tokens: int) -> list[int]:
     return counts
 
 
-def random_text(model: LanguageModel, source: InitSource, start: CartridgeInit) -> Tensor:
-    """Return the KV of tokens drawn uniformly from the vocabulary, read after the frozen ones."""
-    rng = random.Random(f"init/random_text/{start.seed}/{source.name}")
-    drawn = rng.choices(source.vocabulary(), k=start.tokens - start.frozen)
-    return document_kv(model, (*source.ids[: start.frozen], *drawn))
-
-
-def random_vectors(model: LanguageModel, source: InitSource, start: CartridgeInit) -> Tensor:
-    """Return independent normal numbers after the frozen tokens. Mean and standard deviation are
-    those of the document's tokens after the frozen ones, for each layer, head and channel, keys and
-    values apart."""
-    kv = source.whole()
-    drawn = _drawn(source, kv, start, start.frozen, "random_vectors")
-    return torch.cat([kv[:, :, :, : start.frozen], drawn], dim=3)
-
-
-def _drawn(
-    source: InitSource, source_kv: Tensor, start: CartridgeInit, sinks: int, stream: str
-) -> Tensor:
-    """Draw P - `beside` vectors like those of the document, `whole`, behind its frozen tokens."""
-    kv = source_kv[:, :, :, start.frozen :].float()
-    size = (*kv.shape[:3], start.tokens - sinks, kv.shape[4])
-    draws = torch.Generator().manual_seed(stream_seed(f"init/{stream}/{start.seed}/{source.name}"))
-    noise = torch.randn(size, generator=draws).to(kv.device)
-    drawn = kv.mean(3, keepdim=True) + kv.std(3, keepdim=True) * noise
-    return drawn.to(source_kv.dtype)
-
-
-def sampled_chunks(model: LanguageModel, source: InitSource, start: CartridgeInit) -> Tensor:
-    """Return the KV of CHUNKS chunks of about equal length, drawn uniformly without overlap, in the
-    document's order, read after the frozen tokens as one text."""
-    rng = random.Random(f"init/sampled_chunks/{start.seed}/{source.name}")
-    body = source.ids[start.frozen :]
-    drawn = [i for span in chunks(len(body), start.tokens - start.frozen, rng) for i in span]
-    return document_kv(model, (*source.ids[: start.frozen], *(body[i] for i in drawn)))
-
-
-def chunks(length: int, tokens: int, rng: random.Random) -> list[range]:
-    """Draw spans of 0..length without overlap, `tokens` long together. Every way to leave gaps
-    between them is equally likely."""
-    count = max(1, min(CHUNKS, tokens // LEAST))
-    sizes = [tokens // count + (i < tokens % count) for i in range(count)]
-    left_out = length - tokens
-    # The slots are gap tokens and chunks, in order: draw which of them are chunks.
-    places = sorted(rng.sample(range(left_out + count), count))
-    spans, used = [], 0
-    for i, (start, size) in enumerate(zip(places, sizes, strict=True)):
-        first = start - i + used
-        spans.append(range(first, first + size))
-        used += size
-    return spans
-
-
-def matched(model: LanguageModel, source: InitSource, start: CartridgeInit) -> Tensor:
-    """Return the document's KV compacted to P entries by attention matching."""
-    attention_matched = resolve("hooks", "attention_matching")
-    kv = source.whole()
-    compacted: Tensor = attention_matched(
-        model, source.ids, kv, start.tokens, start.frozen, source.study_prompts(start.seed)
-    )
-    return compacted
-
-
-INITS: Mapping[str, Callable[[LanguageModel, InitSource, CartridgeInit], Tensor]] = {
-    "first_tokens": beginning,
-    "random_text": random_text,
-    "random_vectors": random_vectors,
-    "sampled_chunks": sampled_chunks,
-    "attention_matching": matched,
-}
-
-
-def random_padding(
-    model: LanguageModel, source: InitSource, start: CartridgeInit, kv: Tensor
-) -> Tensor:
-    """Return random vectors [L, 2, H_kv, P - G, D] like the document's KV."""
-    return _drawn(source, source.whole(), start, kv.shape[3], "pad")
-
-
-def matched_padding(
-    model: LanguageModel, source: InitSource, start: CartridgeInit, kv: Tensor
-) -> Tensor:
-    """Return entries [L, 2, H_kv, P - G, D] of the document, fitted beside the cartridge `kv` by
-    attention matching."""
-    attention_added = resolve("hooks", "attention_padding")
-    added: Tensor = attention_added(
-        model, source.ids, source.whole(), kv, start.tokens - kv.shape[3],
-        source.study_prompts(start.seed),
-    )  # fmt: skip
-    return added
-
-
-PADS: Mapping[str, Callable[[LanguageModel, InitSource, CartridgeInit, Tensor], Tensor]] = {
-    "random": random_padding,
-    "attention_matching": matched_padding,
-}
-
-
 def untrained_bank(
     model: LanguageModel,
     learn: LearnSpec,
@@ -316,11 +192,11 @@ def untrained_bank(
     DataError as `initial_bank` does."""
     spec = learn.cartridge
     prompts_of = optional("hooks", "study_prompts")
-    study = no_study if prompts_of is None else partial(prompts_of, path)
+    study = None if prompts_of is None else partial(prompts_of, path)
     vocabulary = partial(text_ids, path)
     sources = init_sources(cartridges, documents, cache, model.longest, vocabulary, study)
     start = CartridgeInit(
-        spec.fresh or "first_tokens",  # of no cartridge, where every one is given
+        spec.fresh or FIRST_TOKENS,  # of no cartridge, where every one is given
         spec.tokens,
         spec.frozen_tokens,
         learn.train.seed,
@@ -335,7 +211,7 @@ def init_sources(
     cache: DocumentKVCache,
     most: int | None,
     vocabulary: Callable[[], Sequence[int]],
-    study: Callable[[Sequence[int], str], StudyPrompts] = no_study,
+    study: Study | None = None,
 ) -> list[InitSource]:
     """Return a source for each of `cartridges`, which map to their contexts in `documents`.
 

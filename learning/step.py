@@ -20,8 +20,8 @@ Advantages and denominators are those of the whole batch, which every rank recei
 ranks nor micro-batches change a term. Ranks that stand apart hold a bank each: a rank reads the
 samples of its own cartridges and updates these, and all ranks return the whole step's output.
 
-A rollout that is trained in several updates runs this for each (`learning.updates`), with the
-log-probabilities before the first as scores (`learning.policy_scores`).
+A rollout that is trained in several updates runs this for each, with the log-probabilities before
+the first as scores (the plug-in `objectives`).
 
 Left out on purpose: a gradient of the base model, and a value function.
 """

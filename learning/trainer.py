@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from cartridge_forge.learning.cartridge import CartridgeBank
 from cartridge_forge.learning.checkpoint import Checkpoint, LastState, part_index, write_checkpoint
 from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.losses.channel import LossChannel, active_channels
 from cartridge_forge.learning.model.loading import base_hash
-from cartridge_forge.learning.policy_scores import check_policy, shared_logprobs, with_references
 from cartridge_forge.learning.ranks import ALONE, ProcessGroup
 from cartridge_forge.learning.step import StepOptions, train_step
 from cartridge_forge.learning.teacher import score_over
@@ -27,8 +26,8 @@ from cartridge_forge.learning.trainer_state import (
     TrainerState,
     tensor_rms,
 )
-from cartridge_forge.learning.updates import run_updates
 from cartridge_forge.protocols.errors import CheckpointError, PublishError, StaleTokenError
+from cartridge_forge.protocols.plugins import optional, resolve
 from cartridge_forge.protocols.spec.sections import GapBounds, LossSpec, ObjectiveSpec, TrainSpec
 from cartridge_forge.protocols.step import (
     OFFLINE_VERSION,
@@ -183,12 +182,8 @@ class CartridgeTrainer:
         for learner in state.progress.values():
             learner.factor = 1.0 if warm_lr is None else warm_lr / spec.lr
         scores = None
-        if self._keep_token_scores:
-            from cartridge_forge.learning.losses.token_scores import (
-                TokenScores,  # an observer: no number depends on it
-            )
-
-            scores = TokenScores()
+        if self._keep_token_scores and (token_scores := optional("hooks", "token_scores")):
+            scores = token_scores()  # an observer: no number depends on it
         options = StepOptions(
             clip=spec.clip,
             row_tokens=spec.row_tokens,
@@ -215,7 +210,7 @@ class CartridgeTrainer:
         if spec.updates_per_rollout * spec.minibatches == 1:
             result = update(batch, True)
         else:
-            result = run_updates(
+            result = resolve("hooks", "updates")(
                 batch,
                 update,
                 state.progress,
@@ -251,10 +246,8 @@ class CartridgeTrainer:
         wanted = {name for channel in channels for name in channel.references(updates)}
         scores: dict[str, Any] = {}
         if "old" in wanted and batch.scores.get("old") is None:
-            for r in batch.rl:
-                if any(r.trained):
-                    check_policy(batch, r, version)
-            scores["old"] = self._logprobs(batch, self.bank.trainable)
+            self._policy.check(batch, version)
+            scores["old"] = self._policy.logprobs(batch, self.bank.trainable)
         if "ref" in wanted and batch.scores.get("ref") is None:
             refresh = self._objective.reference_refresh
             reference = self._state.reference
@@ -263,24 +256,17 @@ class CartridgeTrainer:
                 learner = self._state.progress[name]
                 if refresh and learner.steps % refresh == 0:
                     reference[name] = learner.parameter.detach().clone()
-            scores["ref"] = self._logprobs(batch, reference)
+            scores["ref"] = self._policy.logprobs(batch, reference)
         if spec.minibatches > 1:
             for channel in channels:
                 scores |= channel.of_rollout(batch)
         return replace(batch, scores={**batch.scores, **scores}) if scores else batch
 
-    def _logprobs(self, batch: TrainBatch, trainable: Mapping[str, Tensor]) -> Tensor:
-        """Return the log-probabilities of the episodes' response tokens over their cartridges with
-        these trainable tokens."""
-        samples = [r.sample for r in batch.rl]
-        names = self._cartridges_of(samples)
-        return shared_logprobs(
-            self.model,
-            samples,
-            {name: self.bank.full(name, trainable[name].detach()) for name in names},
-            row_tokens=self.spec.row_tokens,
-            micro_tokens=self._objective.micro_tokens,
-            ranks=self._ranks,
+    @cached_property
+    def _policy(self) -> Any:
+        """Return what computes log-probabilities to compare the policy with."""
+        return resolve("hooks", "policy_scores")(
+            self.model, self.bank, self._ranks, self.spec.row_tokens, self._objective.micro_tokens
         )
 
     def _cartridges_of(self, texts: Iterable[Sample | PreferencePair]) -> list[str]:
@@ -295,16 +281,8 @@ class CartridgeTrainer:
         """Return the pairs with reference log-probabilities under the untrained cartridges, as of
         the arm's first version. All ranks must call it."""
         first = self.version - self._state.step
-        prefixes = {
-            name: self.bank.full(name, self._initial[name]).to(self.model.dtype)
-            for name in self._cartridges_of(pairs)
-        }
-        mine = [i for i, pair in enumerate(pairs) if pair.cartridge in prefixes]
         with self._ranks.abreast():
-            scored = with_references(
-                self.model, [pairs[i] for i in mine], prefixes, self.spec.row_tokens, first, 0
-            )
-            rows = [[i, p.ref_chosen, p.ref_rejected] for i, p in zip(mine, scored, strict=True)]
+            rows = self._policy.references(pairs, self._initial, first)
             references = {i: reference for i, *reference in self._of_all(rows)}
         return [
             replace(

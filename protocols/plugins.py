@@ -244,8 +244,8 @@ SHIPPED = (
     Plugin(
         "library",
         hooks={
-            "attention_matching": f"{PLUGINS}.library.attention_matching:attention_matched",
-            "attention_padding": f"{PLUGINS}.library.attention_matching:attention_added",
+            "inits": f"{PLUGINS}.library.starts.untrained:INITS",
+            "pads": f"{PLUGINS}.library.starts.untrained:PADS",
             "other_models": f"{PLUGINS}.library.models.adapter:load_by_transformers",
             "other_frequencies": f"{PLUGINS}.library.models.adapter:frequencies_by_transformers",
             "model_check": f"{PLUGINS}.library.models.parity:check_model",
@@ -257,6 +257,22 @@ SHIPPED = (
     Plugin(
         "vllm",
         hooks={"engine_share": f"{PLUGINS}.cluster.manifests.devices:engine_share"},
+    ),
+    Plugin(
+        "objectives",
+        hooks={
+            "updates": f"{PLUGINS}.objectives.updates:run_updates",
+            "policy_scores": f"{PLUGINS}.objectives.policy_scores:PolicyScores",
+            "document_logprobs": f"{PLUGINS}.objectives.policy_scores:document_logprobs",
+        },
+    ),
+    Plugin(
+        "parallel",
+        hooks={
+            "divide_base": f"{PLUGINS}.parallel.divided_base:divide_base",
+            "shard_base": f"{PLUGINS}.parallel.divided_base:shard_base",
+            "whole_weight": f"{PLUGINS}.parallel.divided_base:whole_weight",
+        },
     ),
     Plugin("verified", hooks={"verified_rows": f"{PLUGINS}.verified.rows:VerifiedRows"}),
     Plugin("grammar", hooks={"grammars": f"{PLUGINS}.grammar.grammar:Grammars"}),
@@ -280,6 +296,7 @@ SHIPPED = (
             "slurm": f"{PLUGINS}.cluster.hosts.slurm:SlurmHosts",
         },
         hooks={
+            "autoscale": f"{PLUGINS}.cluster.autoscale:decide",
             "relays": f"{PLUGINS}.cluster.relays.host_relays:HostRelays",
             "host_membership": f"{PLUGINS}.cluster.hosts.membership:HostMembership",
             "host_heartbeats": f"{PLUGINS}.cluster.hosts.host_heartbeats:HostHeartbeats",
@@ -297,6 +314,9 @@ SHIPPED = (
             "otlp": f"{PLUGINS}.watch.telemetry.otlp:open_sink",
             "trackio": f"{PLUGINS}.watch.telemetry.trackio:open_sink",
         },
-        hooks={"observer": f"{PLUGINS}.watch.control.observer:ControlledRun"},
+        hooks={
+            "observer": f"{PLUGINS}.watch.control.observer:ControlledRun",
+            "token_scores": f"{PLUGINS}.watch.token_scores:TokenScores",
+        },
     ),
 )

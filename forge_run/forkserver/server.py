@@ -38,7 +38,7 @@ PRELOAD = (
     "cartridge_forge.plugins.spec_files.loading",
     "cartridge_forge.learning.trainer",
     "cartridge_forge.learning.teacher",
-    "cartridge_forge.learning.policy_scores",
+    "cartridge_forge.plugins.objectives.policy_scores",
     "cartridge_forge.learning.decode",
     "cartridge_forge.learning.losses.channel",
     "cartridge_forge.plugins.chat.renderer",

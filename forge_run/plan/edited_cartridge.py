@@ -21,7 +21,6 @@ from torch import Tensor
 
 from cartridge_forge.learning.cartridge import fingerprint
 from cartridge_forge.learning.decoder import LanguageModel
-from cartridge_forge.learning.initialization import NO_STUDY, StudyPrompts
 from cartridge_forge.learning.model.control_tokens import special_in
 from cartridge_forge.learning.model.loading import base_hash, load_model, load_tokenizer
 from cartridge_forge.learning.teacher import document_kv
@@ -39,8 +38,10 @@ from cartridge_forge.plugins.library.formats.base_model import other_weights
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
 from cartridge_forge.plugins.library.reference_rows import (
     MOST_ROWS,
+    NO_STUDY,
     ROW,
     ReferenceRow,
+    StudyPrompts,
     row_starts,
     study_rows,
 )

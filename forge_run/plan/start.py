@@ -8,7 +8,7 @@ from pathlib import Path
 from cartridge_forge.forge_run.resuming import differences
 from cartridge_forge.plugins.library.formats.base_model import read_base
 from cartridge_forge.plugins.library.formats.run_checkpoint import chosen_checkpoint
-from cartridge_forge.plugins.library.starting import (
+from cartridge_forge.plugins.library.starts.trained import (
     EVERY,
     read_start,
     record_of,

@@ -50,7 +50,7 @@ class LossChannel(BatchReader, Protocol):
 
     def references(self, updates: int) -> frozenset[str]:
         """Return the names of the log-probabilities in `batch.scores` that the trainer computes
-        before the first of a rollout's `updates`: see `learning.policy_scores`."""
+        before the first of a rollout's `updates`: see `plugins.objectives.policy_scores`."""
         return frozenset()
 
     def of_rollout(self, batch: TrainBatch) -> Mapping[str, Any]:

@@ -217,9 +217,7 @@ def base_hash(model: LanguageModel) -> str:
         digest.update(name.encode())
         weight = tensor.detach()
         if model.sharded or model.tensor is not None:
-            from cartridge_forge.learning.model.parallel import whole_weight
-
-            weight = whole_weight(name, weight, rows, model)
+            weight = resolve("hooks", "whole_weight")(name, weight, rows, model)
         else:
             weight = weight[rows]
         # A copy: numpy would pin the memory of a gathered weight, which its owner frees.

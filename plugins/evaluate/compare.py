@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from cartridge_forge.plugins.spec_files.loading import load_resolved
 from cartridge_forge.plugins.statistics.formatting import TableSection, facts, lines
+from cartridge_forge.plugins.statistics.gold import clusters, pairing_key
 from cartridge_forge.plugins.statistics.intervals import (
     ANY,
     SHARE_DIFFERENCE,
@@ -30,7 +31,7 @@ from cartridge_forge.plugins.statistics.intervals import (
 )
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import iter_rows
-from cartridge_forge.protocols.records.answers import AnswerRow, clusters, pairing_key
+from cartridge_forge.protocols.records.answers import AnswerRow
 from cartridge_forge.protocols.records.run_files import ARMS
 from cartridge_forge.services.run_directory import EVAL_ANSWERS, RunDirectory
 

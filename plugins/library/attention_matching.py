@@ -38,9 +38,13 @@ from cartridge_forge.learning.attention import (
 )
 from cartridge_forge.learning.cartridge import shifted
 from cartridge_forge.learning.decoder import KeyFrequencies, LanguageModel
-from cartridge_forge.learning.initialization import NO_STUDY, StudyPrompts
 from cartridge_forge.learning.ranks import concurrently, most_beside
-from cartridge_forge.plugins.library.reference_rows import ReferenceRow, reference_rows
+from cartridge_forge.plugins.library.reference_rows import (
+    NO_STUDY,
+    ReferenceRow,
+    StudyPrompts,
+    reference_rows,
+)
 from cartridge_forge.protocols.step import advance_preparation
 
 SCORE_NUMBERS = 2**24  # of scores in memory together: 64 MiB

@@ -13,12 +13,24 @@ from torch import Tensor
 
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.decoder import LanguageModel
-from cartridge_forge.learning.initialization import StudyPrompts
 from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
 
 ROW = 64  # tokens of a document row
 MOST_ROWS = 32  # of the document, where nothing recites it
 ANSWER_TOKENS = 24  # of a study row, at most
+
+
+@dataclass(frozen=True)
+class StudyPrompts:
+    """Hold the token ids of `prompts` about a document, behind its own, and the ids that end an
+    answer; and of prompts with their answers, which are the document's own words: `recited`."""
+
+    prompts: tuple[tuple[int, ...], ...] = ()
+    end_ids: frozenset[int] = frozenset()
+    recited: tuple[tuple[int, ...], ...] = ()
+
+
+NO_STUDY = StudyPrompts()
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from torch.nn import functional as F
 
 from cartridge_forge.learning.batch import ChunkedLogits, Item, MicroBatch
 from cartridge_forge.learning.losses.channel import LossChannel, LossTerm, counted
-from cartridge_forge.learning.policy_scores import is_stale, summed_by_pair
+from cartridge_forge.plugins.objectives.policy_scores import is_stale, summed_by_pair
 from cartridge_forge.plugins.replay.spec import DpoSpec, ReplayObjective
 from cartridge_forge.protocols.errors import StaleTokenError
 from cartridge_forge.protocols.spec.sections import LossSpec, ObjectiveSpec

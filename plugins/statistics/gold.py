@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from cartridge_forge.plugins.statistics.intervals import resamples
-from cartridge_forge.protocols.records.answers import AnswerRow, clusters, pairing_key
+from cartridge_forge.protocols.records.answers import AnswerRow
 from cartridge_forge.protocols.records.run_files import ARMS, GoldArm, GoldResults
 
 RESAMPLES, SEED = 2000, 0
@@ -86,3 +86,18 @@ def _paired(rows: Iterable[AnswerRow]) -> dict[str, dict[tuple[str, str, str, st
 def _nll(row: AnswerRow) -> float:
     assert row["nll"] is not None, "rows without one were left out"
     return row["nll"]
+
+
+def pairing_key(row: AnswerRow) -> tuple[str, str, str, str]:
+    """Return what identifies a question over arms and runs."""
+    return row["document"], row["document_hash"], row["id"], row["question_hash"]
+
+
+def clusters(rows: Iterable[AnswerRow]) -> tuple[list[str], list[str]]:
+    """Return the document and the fact of every row, as names that are unique over runs."""
+    documents, facts = [], []
+    for row in rows:
+        document = f"{row['document']}/{row['document_hash']}"
+        documents.append(document)
+        facts.append(f"{document}/{row['fact']}")
+    return documents, facts

@@ -29,10 +29,10 @@ from trl import GRPOTrainer
 
 from cartridge_forge.learning.batch import token_logprobs
 from cartridge_forge.learning.losses.doc_kl import doc_kl
-from cartridge_forge.learning.policy_scores import summed_by_pair
 from cartridge_forge.learning.teacher import TeacherDistribution
 from cartridge_forge.plugins.episodes.losses.sdpo import alpha_at, sdpo_term, sdpo_tokens
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
+from cartridge_forge.plugins.objectives.policy_scores import summed_by_pair
 from cartridge_forge.plugins.replay.dpo import replay_dpo
 from cartridge_forge.protocols.errors import DataError, SpecError
 from cartridge_forge.protocols.spec.sections import LossSpec

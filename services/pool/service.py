@@ -47,7 +47,6 @@ from cartridge_forge.services.pool.lifecycle import (
 from cartridge_forge.services.pool.pool import Pool, Replica
 from cartridge_forge.services.pool.process import ProcessHost, ReplicaProcess
 from cartridge_forge.services.pool.process_manager import ProcessManager
-from cartridge_forge.services.pool.sizes import decide
 
 # Monarch's text for any actor whose process did not answer, in place of the actor's own error.
 UNHEARD = "timeout waiting for message from proc mesh agent"
@@ -374,6 +373,7 @@ class Service:
         if spec is None:
             return
         load = len(pool.in_flight)
+        decide = resolve("hooks", "autoscale")
         role.loads, wanted = decide(role.loads, time.monotonic(), load, pool.target, spec)
         if wanted != pool.target and not role.scaling.locked() and time.monotonic() >= role.wait:
             self._lifecycle.begin(self._follow_load(role, pool, wanted))

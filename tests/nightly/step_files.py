@@ -40,7 +40,7 @@ BESIDE = (
     "services/pool/lifecycle.py", "services/pool/process.py",
     "services/pool/process_manager.py", "services/pool/service.py", "services/pool/hosts.py",
     "plugins/cluster/hosts/", "forge_run/forkserver/", "actors/heartbeat.py",
-    "learning/losses/token_scores.py", "protocols/files.py", "protocols/records/",
+    "plugins/watch/token_scores.py", "protocols/files.py", "protocols/records/",
     "plugins/watch/console.py",
     "protocols/wire/", "training/controller.py", "training/training_run.py",
     "forge_run/",

@@ -14,7 +14,6 @@ from torch import Tensor
 from cartridge_forge.learning.cartridge import CartridgeBank, first_tokens
 from cartridge_forge.learning.losses.balance import GradientBalance
 from cartridge_forge.learning.losses.channel import active_channels
-from cartridge_forge.learning.policy_scores import with_references
 from cartridge_forge.learning.step import StepOptions, train_step
 from cartridge_forge.learning.teacher import (
     TeacherDistribution,
@@ -23,8 +22,9 @@ from cartridge_forge.learning.teacher import (
     score_over,
 )
 from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule
-from cartridge_forge.learning.updates import Share, part_of
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
+from cartridge_forge.plugins.objectives.policy_scores import with_references
+from cartridge_forge.plugins.objectives.updates import Share, part_of
 from cartridge_forge.protocols.spec.sections import GapBounds, LossSpec, TrainSpec
 from cartridge_forge.protocols.step import (
     HintedTurn,

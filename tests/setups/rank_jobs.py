@@ -33,10 +33,8 @@ from cartridge_forge.learning.batch import LOGIT_BYTES
 from cartridge_forge.learning.cartridge import first_tokens
 from cartridge_forge.learning.checkpoint import read_checkpoint
 from cartridge_forge.learning.decoder import LanguageModel
-from cartridge_forge.learning.initialization import StudyPrompts
 from cartridge_forge.learning.losses.doc_kl import doc_batch
 from cartridge_forge.learning.model.loading import load_model
-from cartridge_forge.learning.model.parallel import divide_base, shard_base
 from cartridge_forge.learning.ranks import ALONE, ProcessGroup, join, leave
 from cartridge_forge.learning.teacher import (
     TeacherDistribution,
@@ -47,6 +45,8 @@ from cartridge_forge.learning.teacher import (
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
 from cartridge_forge.plugins.library.attention_matching import attention_matched
+from cartridge_forge.plugins.library.reference_rows import StudyPrompts
+from cartridge_forge.plugins.parallel.divided_base import divide_base, shard_base
 from cartridge_forge.protocols.spec.sections import TrainSpec
 from cartridge_forge.protocols.step import Sample, TrainBatch, completions
 

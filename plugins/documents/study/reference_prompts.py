@@ -9,12 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-from cartridge_forge.learning.initialization import NO_STUDY, StudyPrompts
 from cartridge_forge.learning.model.loading import load_tokenizer
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.documents.text_turns import TURNS, text_turn
 from cartridge_forge.plugins.documents.words import word_spans
+from cartridge_forge.plugins.library.reference_rows import NO_STUDY, StudyPrompts
 from cartridge_forge.protocols.errors import DataError
 
 ASKED, RECITED = 16, 16

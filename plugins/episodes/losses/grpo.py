@@ -53,7 +53,6 @@ from torch import Tensor
 
 from cartridge_forge.learning.batch import ChannelTokens, ChunkedLogits, Item, MicroBatch
 from cartridge_forge.learning.losses.channel import LossChannel, LossTerm, check_scores, counted
-from cartridge_forge.learning.policy_scores import check_policy
 from cartridge_forge.plugins.episodes.losses.advantages import (
     compared,
     group_advantages,
@@ -62,6 +61,7 @@ from cartridge_forge.plugins.episodes.losses.advantages import (
 )
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec, MismatchSpec
+from cartridge_forge.plugins.objectives.policy_scores import check_policy
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.sections import LossSpec, ObjectiveSpec
 from cartridge_forge.protocols.step import PolicySample, Sample, TrainBatch

@@ -41,7 +41,6 @@ from cartridge_forge.learning.losses.doc_kl import (
     jensen_shannon_entries,
     jensen_shannon_slopes,
 )
-from cartridge_forge.learning.policy_scores import check_policy
 from cartridge_forge.learning.teacher import TeacherDistribution
 from cartridge_forge.plugins.episodes.losses.grpo import (
     LOG_RATIO_BOUND,
@@ -50,6 +49,7 @@ from cartridge_forge.plugins.episodes.losses.grpo import (
     old_logprobs,
 )
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, SdpoSpec
+from cartridge_forge.plugins.objectives.policy_scores import check_policy
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.spec.sections import LossSpec, ObjectiveSpec
 from cartridge_forge.protocols.step import Sample, TrainBatch, hinted

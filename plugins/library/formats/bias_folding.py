@@ -23,7 +23,6 @@ from torch import Tensor
 from cartridge_forge.learning.attention import AttentionOptions, layout_of
 from cartridge_forge.learning.cartridge import shifted
 from cartridge_forge.learning.decoder import LanguageModel
-from cartridge_forge.learning.initialization import StudyPrompts
 from cartridge_forge.learning.model.loading import frequencies_of, load_model, tokenizer_of
 from cartridge_forge.plugins.library.attention_matching import (
     HeadQueries,
@@ -47,6 +46,7 @@ from cartridge_forge.plugins.library.reference_rows import (
     MOST_ROWS,
     ROW,
     ReferenceRow,
+    StudyPrompts,
     document_rows,
     study_rows,
 )

@@ -24,7 +24,7 @@ from cartridge_forge.plugins.spec_files.loading import load_resolved
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.records.run_files import read_date, source_of
 
-START = "start.json"  # of a run directory: `plugins.library.starting` writes it
+START = "start.json"  # of a run directory: `plugins.library.starts.trained` writes it
 
 
 def is_run(path: Path) -> bool:

@@ -18,8 +18,8 @@ from cartridge_forge.plugins.watch.pages.row_index import (
     RowFacts,
     RowIndex,
 )
+from cartridge_forge.plugins.watch.score_text import Likely, decoded, decoded_top
 from cartridge_forge.protocols.errors import ForgeError
-from cartridge_forge.protocols.records.answers import Likely, decoded, decoded_top
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.services.run_directory import RunDirectory, outcome
 

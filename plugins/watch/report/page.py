@@ -285,7 +285,7 @@ def start(file: Path) -> list[Block]:
         return []
     # These import torch.
     from cartridge_forge.plugins.library.formats.run_checkpoint import read_start_record
-    from cartridge_forge.plugins.library.starting import lineage, start_lines
+    from cartridge_forge.plugins.library.starts.trained import lineage, start_lines
 
     record = read_start_record(file)
     chains: dict[str, list[str]] = {}

@@ -21,14 +21,14 @@ from twins import Twin
 from cartridge_forge.learning.checkpoint import LastState, list_checkpoints, read_checkpoint
 from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.model.loading import load_model
-from cartridge_forge.learning.model.parallel import divide_base
 from cartridge_forge.learning.ranks import ALONE, ProcessGroup, join
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, SdpoSpec
 from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.parallel.divided_base import divide_base
 from cartridge_forge.plugins.replay.spec import DpoSpec
+from cartridge_forge.plugins.watch.score_text import decoded
 from cartridge_forge.protocols.errors import DataError, PublishError, RunError
-from cartridge_forge.protocols.records.answers import decoded
 from cartridge_forge.protocols.spec.sections import TrainSpec
 from cartridge_forge.protocols.step import TrainBatch
 

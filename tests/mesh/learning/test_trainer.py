@@ -19,12 +19,12 @@ from cartridge_forge.learning.cartridge import first_tokens
 from cartridge_forge.learning.checkpoint import read_checkpoint
 from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.losses.doc_kl import doc_batch
-from cartridge_forge.learning.policy_scores import with_references
 from cartridge_forge.learning.step import train_step
 from cartridge_forge.learning.teacher import TeacherDistribution, score
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
-from cartridge_forge.protocols.records.answers import TOP, decoded, decoded_top
+from cartridge_forge.plugins.objectives.policy_scores import with_references
+from cartridge_forge.plugins.watch.score_text import TOP, decoded, decoded_top
 from cartridge_forge.protocols.spec.sections import LossSpec, TrainSpec
 from cartridge_forge.protocols.step import TrainBatch, completions
 

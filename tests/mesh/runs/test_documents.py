@@ -17,7 +17,7 @@ from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts
 from cartridge_forge.plugins.library.formats import convert, run_checkpoint
 from cartridge_forge.plugins.library.formats.base_model import read_base
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile, Provenance
-from cartridge_forge.plugins.library.starting import lineage
+from cartridge_forge.plugins.library.starts.trained import lineage
 from cartridge_forge.plugins.library.terms import read_terms
 from cartridge_forge.plugins.spec_files.loading import load_resolved
 from cartridge_forge.protocols.files import read_rows

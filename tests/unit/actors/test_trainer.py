@@ -12,10 +12,11 @@ from small_run import MESH
 
 from cartridge_forge.actors.base import ModelSource, NoPlane
 from cartridge_forge.actors.trainer import TrainerActor
-from cartridge_forge.learning.initialization import CartridgeInit, InitSource, sampled_chunks
+from cartridge_forge.learning.initialization import CartridgeInit, InitSource
 from cartridge_forge.learning.model.loading import load_model
 from cartridge_forge.learning.ranks import ALONE, ProcessGroup
 from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.plugins.library.starts.untrained import sampled_chunks
 from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.step import PrecomputedScores, TeacherScores, TensorLayout, TensorRef

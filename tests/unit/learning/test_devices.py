@@ -19,15 +19,10 @@ from twins import NEAR
 
 from cartridge_forge.learning import ranks
 from cartridge_forge.learning.cartridge import student_prefixes
-from cartridge_forge.learning.initialization import (
-    INITS,
-    PADS,
-    CartridgeInit,
-    InitSource,
-    initial_bank,
-)
+from cartridge_forge.learning.initialization import CartridgeInit, InitSource, initial_bank
 from cartridge_forge.learning.model.loading import base_hash, claim_device
 from cartridge_forge.learning.teacher import TeacherDistribution, document_kv, score_kept
+from cartridge_forge.plugins.library.starts.untrained import INITS, PADS
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.step import TrainBatch
 

@@ -13,16 +13,14 @@ from small_run import ROOT
 
 from cartridge_forge.learning.cartridge import shifted
 from cartridge_forge.learning.initialization import (
-    INITS,
-    PADS,
     CartridgeInit,
     InitSource,
-    chunks,
     initial_bank,
     initial_cartridges,
 )
 from cartridge_forge.learning.model.loading import text_ids
 from cartridge_forge.plugins.library.attention_matching import attention_matched
+from cartridge_forge.plugins.library.starts.untrained import INITS, PADS, chunks
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.cartridge import Init, StartSpec
 from cartridge_forge.protocols.step import Preparation, preparation, set_preparation

@@ -18,7 +18,6 @@ from twins import NEAR
 
 from cartridge_forge.learning import ranks as cores
 from cartridge_forge.learning.batch import token_logprobs
-from cartridge_forge.learning.policy_scores import with_references
 from cartridge_forge.learning.ranks import concurrently
 from cartridge_forge.learning.teacher import (
     TIMES_FREE,
@@ -35,6 +34,7 @@ from cartridge_forge.learning.teacher import (
     score_over,
     top_k,
 )
+from cartridge_forge.plugins.objectives.policy_scores import with_references
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import CacheStats, hinted
 

@@ -18,22 +18,23 @@ from grpc_tools import protoc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cartridge_forge.protocols.errors import CheckpointError, DataError
-from cartridge_forge.protocols.files import steady_time
-from cartridge_forge.protocols.records.answers import (
+from cartridge_forge.plugins.statistics.gold import clusters, pairing_key
+from cartridge_forge.plugins.watch.score_text import (
     LEAST,
     MOST,
-    TEXT_LIMIT,
-    Answer,
-    clusters,
-    cut,
     decoded,
     decoded_top,
     encoded,
     encoded_top,
+)
+from cartridge_forge.protocols.errors import CheckpointError, DataError
+from cartridge_forge.protocols.files import steady_time
+from cartridge_forge.protocols.records.answers import (
+    TEXT_LIMIT,
+    Answer,
+    cut,
     hash_of,
     mean_nll,
-    pairing_key,
     to_row,
 )
 from cartridge_forge.protocols.records.run_files import (

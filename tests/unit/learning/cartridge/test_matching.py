@@ -12,7 +12,6 @@ from twins import NEAR
 from cartridge_forge.learning.attention import AttentionOptions, FlatAttention
 from cartridge_forge.learning.batch import pack, response_logits
 from cartridge_forge.learning.cartridge import CartridgeVersions, VersionLedger, shifted
-from cartridge_forge.learning.initialization import StudyPrompts
 from cartridge_forge.plugins.library.attention_matching import (
     DIRECTION_RIDGE,
     FEEDBACK_RIDGE,
@@ -32,6 +31,7 @@ from cartridge_forge.plugins.library.attention_matching import (
 from cartridge_forge.plugins.library.reference_rows import (
     MOST_ROWS,
     ROW,
+    StudyPrompts,
     document_rows,
     row_starts,
     study_rows,

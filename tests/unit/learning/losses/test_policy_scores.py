@@ -13,7 +13,6 @@ from torch import Tensor
 from twins import NEAR
 
 from cartridge_forge.learning.checkpoint import read_checkpoint
-from cartridge_forge.learning.policy_scores import document_logprobs
 from cartridge_forge.learning.teacher import (
     TeacherDistribution,
     joined,
@@ -24,6 +23,7 @@ from cartridge_forge.learning.teacher import (
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.objectives.policy_scores import document_logprobs
 from cartridge_forge.protocols.errors import CheckpointError, DataError
 from cartridge_forge.protocols.spec.sections import TrainSpec
 from cartridge_forge.protocols.step import TrainBatch

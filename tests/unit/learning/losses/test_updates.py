@@ -26,13 +26,13 @@ from torch import Tensor
 from twins import NEAR
 
 from cartridge_forge.learning.checkpoint import read_checkpoint
-from cartridge_forge.learning.policy_scores import shared_logprobs
 from cartridge_forge.learning.teacher import response_logprobs
 from cartridge_forge.learning.trainer import CartridgeTrainer
-from cartridge_forge.learning.updates import divide, joined_output
 from cartridge_forge.plugins.episodes.losses.advantages import group_advantages
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, SdpoSpec
 from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.objectives.policy_scores import shared_logprobs
+from cartridge_forge.plugins.objectives.updates import divide, joined_output
 from cartridge_forge.protocols.errors import RunError, StaleTokenError
 from cartridge_forge.protocols.spec.sections import TrainSpec
 from cartridge_forge.protocols.step import Sample, TrainBatch, TrainStepOutput

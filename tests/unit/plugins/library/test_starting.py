@@ -25,7 +25,7 @@ from cartridge_forge.plugins.library.attention_matching import attention_matched
 from cartridge_forge.plugins.library.formats import run_checkpoint
 from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile, Provenance
-from cartridge_forge.plugins.library.starting import (
+from cartridge_forge.plugins.library.starts.trained import (
     EVERY,
     keep_record,
     lineage,

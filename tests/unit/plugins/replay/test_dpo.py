@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cartridge_forge.learning.policy_scores import is_stale, summed_by_pair
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
+from cartridge_forge.plugins.objectives.policy_scores import is_stale, summed_by_pair
 from cartridge_forge.plugins.replay.dpo import replay_dpo
 from cartridge_forge.plugins.replay.spec import DpoSpec
 from cartridge_forge.protocols.errors import DataError

@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cartridge_forge.forge_run.resuming import resumed_sizes
+from cartridge_forge.plugins.cluster.autoscale import decide
 from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.protocols.spec.services import AutoscaleSpec
-from cartridge_forge.services.pool.sizes import PoolSize, decide, opening, restore, resumed_sizes
+from cartridge_forge.services.pool.sizes import PoolSize, opening, restore
 
 
 def spec_of(**changes: float) -> AutoscaleSpec:

@@ -20,6 +20,7 @@ from starlette.testclient import TestClient
 
 from cartridge_forge.plugins.watch.control.endpoints import Endpoints, write_endpoints
 from cartridge_forge.plugins.watch.report.template import STATIC
+from cartridge_forge.plugins.watch.score_text import encoded, encoded_top
 from cartridge_forge.plugins.watch.ui import app as ui_app
 from cartridge_forge.plugins.watch.ui import asking
 from cartridge_forge.plugins.watch.ui.access import PageAccess
@@ -27,7 +28,6 @@ from cartridge_forge.plugins.watch.ui.app import RunPages
 from cartridge_forge.plugins.watch.ui.served_runs import ServedRuns
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import REPOSITORY
-from cartridge_forge.protocols.records.answers import encoded, encoded_top
 from cartridge_forge.protocols.step import SampleScores
 from cartridge_forge.services.run_directory import RunDirectory
 

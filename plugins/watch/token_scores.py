@@ -12,7 +12,7 @@ from cartridge_forge.learning.losses.channel import LossTerm
 from cartridge_forge.learning.losses.doc_kl import DocKL
 from cartridge_forge.learning.ranks import ProcessGroup
 from cartridge_forge.learning.teacher import TeacherDistribution, top_k
-from cartridge_forge.protocols.records.answers import TOP, Likely, encoded, encoded_top
+from cartridge_forge.plugins.watch.score_text import TOP, Likely, encoded, encoded_top
 from cartridge_forge.protocols.step import SampleScores
 
 CHUNK_VALUES = 2**22  # of the teacher's logits that are sorted at a time

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cartridge_forge.learning.batch import check_rows, token_logprobs
+from cartridge_forge.learning.cartridge import CartridgeBank
 from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.ranks import ALONE, ProcessGroup
 from cartridge_forge.learning.teacher import TeacherDistribution, response_logprobs
@@ -30,6 +32,60 @@ from cartridge_forge.protocols.step import (
     TrainBatch,
     completions,
 )
+
+
+class PolicyScores:
+    """Compute the scores of a trainer's batches over the cartridges of `bank`. A sequence has at
+    most `row_tokens` tokens; one forward reads at most `micro_tokens`, or one longer sample; None:
+    all samples."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        bank: CartridgeBank,
+        ranks: ProcessGroup,
+        row_tokens: int,
+        micro_tokens: int | None,
+    ) -> None:
+        self._model, self._bank, self._ranks = model, bank, ranks
+        self._row_tokens, self._micro_tokens = row_tokens, micro_tokens
+
+    def check(self, batch: TrainBatch, version: int) -> None:
+        """Raise DataError or StaleTokenError for episodes that cannot train the policy of `version`
+        (`check_policy`)."""
+        for r in batch.rl:
+            if any(r.trained):
+                check_policy(batch, r, version)
+
+    def logprobs(self, batch: TrainBatch, trainable: Mapping[str, Tensor]) -> Tensor:
+        """Return the log-probabilities [N] of the episodes' response tokens over their cartridges
+        with these trainable tokens."""
+        samples = [r.sample for r in batch.rl]
+        names = sorted({s.cartridge for s in samples} & trainable.keys())
+        return shared_logprobs(
+            self._model,
+            samples,
+            {name: self._bank.full(name, trainable[name].detach()) for name in names},
+            row_tokens=self._row_tokens,
+            micro_tokens=self._micro_tokens,
+            ranks=self._ranks,
+        )
+
+    @torch.no_grad()
+    def references(
+        self, pairs: Sequence[PreferencePair], trainable: Mapping[str, Tensor], version: int
+    ) -> list[list[Any]]:
+        """Return [index, log-probability of the chosen, of the rejected] of each pair whose
+        cartridge this rank holds, over the cartridges of `version` with these trainable tokens."""
+        names = sorted({pair.cartridge for pair in pairs} & trainable.keys())
+        prefixes = {
+            name: self._bank.full(name, trainable[name]).to(self._model.dtype) for name in names
+        }
+        mine = [i for i, pair in enumerate(pairs) if pair.cartridge in prefixes]
+        scored = with_references(
+            self._model, [pairs[i] for i in mine], prefixes, self._row_tokens, version, 0
+        )
+        return [[i, p.ref_chosen, p.ref_rejected] for i, p in zip(mine, scored, strict=True)]
 
 
 def shared_logprobs(
