@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cartridge_forge.learning.model.verdicts import ModelVerdict
+from cartridge_forge.learning.model.verdict import ModelVerdict
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.ports import TensorPlane
 from cartridge_forge.protocols.secrets import confined
@@ -55,7 +55,7 @@ class ModelSource:
     host memory beside a GPU. `device` is "cpu" or "cuda" (`learning.model.loading.claim_device`).
     `kv_files` is a directory in which single processes of one host keep the documents' KV for each
     other. `verdict` is that of the check of the model, which then is not made again
-    (`learning.model.verdicts`).
+    (`learning.model.verdict`).
     """
 
     path: str

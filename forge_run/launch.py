@@ -27,6 +27,7 @@ from rich.console import Console
 
 from cartridge_forge.forge_run.forkserver.client import fork_server
 from cartridge_forge.forge_run.opening import OpenRun, opened
+from cartridge_forge.forge_run.preflight import processor_demand, require_descriptors
 from cartridge_forge.forge_run.resuming import is_finished, sizes_of
 from cartridge_forge.plugins.cluster.hosts.handshake import reached_at
 from cartridge_forge.plugins.cluster.tls.identity import read_identity
@@ -40,12 +41,8 @@ from cartridge_forge.services.planes.open import PLANE_IMPORTS
 from cartridge_forge.services.pool.hosts import LINK_ENVIRONMENT
 from cartridge_forge.services.pool.sizes import PoolSize
 from cartridge_forge.services.private_sockets import remove, use_private_sockets
-from cartridge_forge.services.proc_info import (
-    descendants,
-    has_ended,
-    processor_demand,
-    require_descriptors,
-)
+from cartridge_forge.services.proc_info import descendants, has_ended
+from cartridge_forge.services.roles import HUB, PROXIES
 from cartridge_forge.services.run_directory import (
     ResumePoint,
     RunDirectory,
@@ -258,7 +255,6 @@ def _drive(
     import monarch.actor as monarch
 
     from cartridge_forge.actors.base import bootstrap, bootstrap_command
-    from cartridge_forge.services.roles import controller_variables
     from cartridge_forge.training.controller import ControllerActor
 
     directory, resume = run.directory, run.resumed
@@ -437,3 +433,17 @@ def prepare_links(hosts: HostsSpec, say: Callable[[str], None]) -> str | None:
             "code there"
         )
     return f"tcp://{host}:0"
+
+
+SINKS = ("WANDB_", "OTEL_", "TRACKIO_")
+
+
+def controller_variables(spec: RunSpec) -> tuple[str, ...] | None:
+    """Return the environment variables that the controller needs beyond ordinary ones; None for all
+    of them: a Slurm job inherits the controller's, and a cluster's credentials may be anywhere."""
+    mesh = spec.mesh
+    if mesh.hosts.kind in ("kubernetes", "slurm"):
+        return None
+    token = [mesh.control.token_env] if mesh.control.token_env else []
+    sinks = [name for name in os.environ if name.startswith(SINKS)] if mesh.telemetry.sinks else []
+    return (*token, *sinks, *HUB, *PROXIES)

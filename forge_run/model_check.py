@@ -1,18 +1,14 @@
 """Have a base model checked before anything starts with it, and say what that cost.
 
 The check runs in a process of its own, which imports transformers. Its verdict is kept
-(`learning.model.verdicts`), so that a run's processes and the next command only read it.
+(`plugins.library.models.verdicts`), so that a run's processes and the next command only read it.
 """
 
 from __future__ import annotations
 
 from cartridge_forge.forge_run.child import in_child
-from cartridge_forge.learning.model.verdicts import (
-    ModelVerdict,
-    kept_verdict,
-    model_folder,
-    weight_files,
-)
+from cartridge_forge.learning.model.verdict import ModelVerdict
+from cartridge_forge.plugins.library.models.verdicts import kept_verdict, model_folder, weight_files
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.mesh import RunSpec

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -11,7 +13,11 @@ from cartridge_forge.actors.base import VLLM_REMEDY, gpus_here, missing_vllm
 from cartridge_forge.learning.decoder_config import decoder_config
 from cartridge_forge.plugins.cluster.hosts.handshake import host_and_port
 from cartridge_forge.plugins.cluster.manifests.devices import GB, device_loads
-from cartridge_forge.plugins.cluster.manifests.sizing import known_size, tensor_parallel
+from cartridge_forge.plugins.cluster.manifests.sizing import (
+    known_size,
+    model_shape,
+    tensor_parallel,
+)
 from cartridge_forge.plugins.cluster.manifests.volumes import NO_LEDGER, shares_no_ledger
 from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
 from cartridge_forge.plugins.replay.spec import ReplayTeacherSpec
@@ -19,6 +25,7 @@ from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.plugins.spec_files.errors import SpecProblem, combined
 from cartridge_forge.plugins.spec_files.yaml_source import SourceLocation
 from cartridge_forge.plugins.statistics.formatting import bytes_text
+from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.packages import install_command, is_missing
 from cartridge_forge.protocols.secrets import secret_text
 from cartridge_forge.protocols.spec.mesh import (
@@ -28,7 +35,8 @@ from cartridge_forge.protocols.spec.mesh import (
     is_loopback_host,
     is_tls,
 )
-from cartridge_forge.protocols.spec.model import model_shape, multiplies_bfloat16
+from cartridge_forge.protocols.spec.model import multiplies_bfloat16
+from cartridge_forge.services.proc_info import LEAST_DESCRIPTORS, MOST_DESCRIPTORS
 
 Fault = tuple[str, object, str, str]  # dotted key, value, what is wrong, remedy
 # Each operation of each token is a launch: 800,000 in a rollout of the published size, and no graph
@@ -294,3 +302,30 @@ def _input_faults(learn: RsaLearn) -> Iterator[Fault]:
 def missing_key(teacher: ReplayTeacherSpec) -> bool:
     """Return whether the environment lacks the teacher's API key."""
     return not secret_text(teacher.key_env or "")
+
+
+def processor_demand(pid: int) -> float:
+    """Return the seconds that the threads of a process ran or waited for a processor; 0 of one
+    that has ended, and where the kernel does not count them."""
+    seconds = 0.0
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # ended meanwhile
+                ran, waited, _ = (thread / "schedstat").read_text().split()
+                seconds += (int(ran) + int(waited)) / 1e9
+    return seconds
+
+
+def require_descriptors(least: int = LEAST_DESCRIPTORS) -> None:
+    """Let this process and those that it starts open as many files as the system allows a user.
+    Raises SpecError where that is fewer than `least`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    if soft != resource.RLIM_INFINITY and soft < least:
+        raise SpecError(
+            f"this process may open {soft} files and connections at a time, and needs {least}; "
+            "raise the limit where it is started: ulimit -n 4096"
+        )

@@ -248,6 +248,8 @@ SHIPPED = (
             "pads": f"{PLUGINS}.library.starts.untrained:PADS",
             "other_models": f"{PLUGINS}.library.models.adapter:load_by_transformers",
             "other_frequencies": f"{PLUGINS}.library.models.adapter:frequencies_by_transformers",
+            "kept_verdict": f"{PLUGINS}.library.models.verdicts:kept_verdict",
+            "keep_verdict": f"{PLUGINS}.library.models.verdicts:keep_verdict",
             "model_check": f"{PLUGINS}.library.models.parity:check_model",
             "start": f"{PLUGINS}.library.starting:open_start",
             "trainer_files": f"{PLUGINS}.library.stored_files:TrainerFiles",

@@ -4,12 +4,12 @@ functions in tests satisfy alike; and what an engine streams and reports while i
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from cartridge_forge.protocols.records.run_files import MetricRow
-from cartridge_forge.protocols.records.status import PoolStatus, RunStatus
+from cartridge_forge.protocols.records.status import RunStatus
 from cartridge_forge.protocols.step import Completion, GenerateRequest, TensorRef
 
 if TYPE_CHECKING:
@@ -134,33 +134,4 @@ class TelemetrySink(Protocol):
 
     def close(self) -> None:
         """Write out buffered data, within a few seconds."""
-        ...
-
-
-class RunControl(Protocol):
-    """Control a run from outside. Every method raises ForgeError with a remedy for a request that
-    cannot be met, and then leaves the run unchanged."""
-
-    async def status(self) -> RunStatus: ...
-
-    async def scale(self, role: str, replicas: int) -> PoolStatus:
-        """Set a pool's target size and return at once, while replicas start or drain."""
-        ...
-
-    async def pause(self) -> None:
-        """Hold the run after the step in progress, until `resume` or `stop`."""
-        ...
-
-    async def resume(self) -> None: ...
-
-    async def checkpoint(self) -> str:
-        """Write a checkpoint after the step in progress; returns its name once it is on disk."""
-        ...
-
-    async def stop(self) -> None:
-        """End after the step in progress, with a checkpoint and results; returns at once."""
-        ...
-
-    def events(self, replay: int) -> AsyncIterator[Mapping[str, Any]]:
-        """Yield the last `replay` events of the run, then each new event until the run ends."""
         ...

@@ -20,7 +20,7 @@ from monarch.actor import this_host
 
 from cartridge_forge.actors.base import ModelSource, NoPlane, bootstrap_command, warm_up
 from cartridge_forge.learning.model.control_tokens import vocabulary_of
-from cartridge_forge.learning.model.verdicts import kept_verdict
+from cartridge_forge.learning.model.verdict import kept_verdict
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.plugins import resolve
 from cartridge_forge.protocols.ports import TraceSpan
@@ -50,8 +50,6 @@ from cartridge_forge.services.roles import (
 from cartridge_forge.services.run_directory import RunDirectory
 
 ANSWER_SECONDS = 2.0  # a heartbeat takes milliseconds
-EVERY_VERSION = 2**31  # a server drops versions by name, not by age
-SERVED_KV_BYTES = 2**20  # for the KV of the first token, where no other document is read
 
 
 class Mesh:
@@ -198,41 +196,6 @@ def roles_here(spec: RunSpec) -> tuple[str, ...]:
     return ("store", *spec.learn.roles_here)
 
 
-async def open_generators(
-    model: ModelSpec,
-    generator: GeneratorSpec,
-    role: RoleSpec,
-    documents: Mapping[str, tuple[int, ...]],
-    end_ids: frozenset[int],
-    *,
-    health: HealthSpec,
-    spawn_timeout_s: float,
-    call_timeout_s: float,
-    spares: int = 0,
-    note: Note = lambda event, **facts: None,
-    max_kv_bytes: int = SERVED_KV_BYTES,
-) -> tuple[Service, Pool]:
-    """Start generators for a server, in a service of this process, without waiting for them. Each
-    keeps at most `max_kv_bytes` of documents' KV."""
-    service = await Service.of(
-        this_host(),
-        health=health,
-        spares=spares,
-        warm=_imports(model, local=True),
-        call_timeout_s=call_timeout_s,
-        spawn_timeout_s=spawn_timeout_s,
-        note=note,
-    )
-    service.warm([role.threads] * role.replicas)
-    arguments = (model.path, model.dtype, role.threads, documents, max_kv_bytes, NoPlane())
-    verdict = kept_verdict(model.path)
-    base = ModelSource(*arguments, device=device_of(role), verdict=verdict)
-    args = (base, end_ids, EVERY_VERSION, generator)
-    return service, service.spawn(
-        actor_class(ENGINE_GENERATOR), args=args, role="generator", spec=role
-    )
-
-
 async def spawn_roles(
     spec: RunSpec,
     documents: Mapping[str, tuple[int, ...]],
@@ -334,3 +297,42 @@ async def _answers(store: Replica) -> bool:
     except Exception:  # any failure: a healthy process answers
         return False
     return True
+
+
+EVERY_VERSION = 2**31  # a server drops versions by name, not by age
+SERVED_KV_BYTES = 2**20  # for the KV of the first token, where no other document is read
+
+
+async def open_generators(
+    model: ModelSpec,
+    generator: GeneratorSpec,
+    role: RoleSpec,
+    documents: Mapping[str, tuple[int, ...]],
+    end_ids: frozenset[int],
+    *,
+    health: HealthSpec,
+    spawn_timeout_s: float,
+    call_timeout_s: float,
+    spares: int = 0,
+    note: Note = lambda event, **facts: None,
+    max_kv_bytes: int = SERVED_KV_BYTES,
+) -> tuple[Service, Pool]:
+    """Start generators for a server, in a service of this process, without waiting for them. Each
+    keeps at most `max_kv_bytes` of documents' KV."""
+    service = await Service.of(
+        this_host(),
+        health=health,
+        spares=spares,
+        warm=_imports(model, local=True),
+        call_timeout_s=call_timeout_s,
+        spawn_timeout_s=spawn_timeout_s,
+        note=note,
+    )
+    service.warm([role.threads] * role.replicas)
+    arguments = (model.path, model.dtype, role.threads, documents, max_kv_bytes, NoPlane())
+    verdict = kept_verdict(model.path)
+    base = ModelSource(*arguments, device=device_of(role), verdict=verdict)
+    args = (base, end_ids, EVERY_VERSION, generator)
+    return service, service.spawn(
+        actor_class(ENGINE_GENERATOR), args=args, role="generator", spec=role
+    )

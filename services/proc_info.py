@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-
-from cartridge_forge.protocols.errors import SpecError
 
 LEAST_DESCRIPTORS = 128  # of the first process and the controller of a small run
 MOST_DESCRIPTORS = 4096
@@ -32,15 +29,6 @@ class CpuSeconds:
         return self.chosen / self.all if self.all > 0 else 0.0
 
 
-def gpus_of_host() -> int:
-    """Return how many NVIDIA GPUs this process may use, without importing torch."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return len([name for name in chosen.split(",") if name.strip() not in ("", "-1")])
-    devices = (path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia*"))
-    return sum(name.isdecimal() for name in devices)
-
-
 def cpu_seconds(pid: int, chosen: Collection[int]) -> CpuSeconds:
     """Return user and system seconds of the `chosen` processes, and of the process `pid` with all
     its descendants, the dead ones included that their parents have waited for."""
@@ -53,33 +41,6 @@ def cpu_seconds(pid: int, chosen: Collection[int]) -> CpuSeconds:
             waited[member] = (children_user + children_system) / TICKS
     total = sum(own_seconds.values()) + sum(waited.values())
     return CpuSeconds(sum(seconds for p, seconds in own_seconds.items() if p in chosen), total)
-
-
-def processor_demand(pid: int) -> float:
-    """Return the seconds that the threads of a process ran or waited for a processor; 0 of one
-    that has ended, and where the kernel does not count them."""
-    seconds = 0.0
-    with contextlib.suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):  # ended meanwhile
-                ran, waited, _ = (thread / "schedstat").read_text().split()
-                seconds += (int(ran) + int(waited)) / 1e9
-    return seconds
-
-
-def require_descriptors(least: int = LEAST_DESCRIPTORS) -> None:
-    """Let this process and those that it starts open as many files as the system allows a user.
-    Raises SpecError where that is fewer than `least`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        soft = most
-    if soft != resource.RLIM_INFINITY and soft < least:
-        raise SpecError(
-            f"this process may open {soft} files and connections at a time, and needs {least}; "
-            "raise the limit where it is started: ulimit -n 4096"
-        )
 
 
 def has_ended(pid: int) -> bool:

@@ -6,7 +6,6 @@ It imports no actor, and so no torch: the client reads it, and waits for the run
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,6 @@ def role_arguments(
 
 
 HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # what a model of the hub may need to be loaded
-SINKS = ("WANDB_", "OTEL_", "TRACKIO_")
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
 WRITERS = ("trainer", "teacher_replay")  # roles that write into the run directory
 
@@ -126,14 +124,3 @@ def writers_apart(spec: RunSpec) -> tuple[str, ...]:
 def last_state_here(spec: RunSpec) -> bool:
     """Return whether the trainer keeps its last state in the run directory, not in the store."""
     return spec.mesh.records.store is None or "trainer" not in writers_apart(spec)
-
-
-def controller_variables(spec: RunSpec) -> tuple[str, ...] | None:
-    """Return the environment variables that the controller needs beyond ordinary ones; None for all
-    of them: a Slurm job inherits the controller's, and a cluster's credentials may be anywhere."""
-    mesh = spec.mesh
-    if mesh.hosts.kind in ("kubernetes", "slurm"):
-        return None
-    token = [mesh.control.token_env] if mesh.control.token_env else []
-    sinks = [name for name in os.environ if name.startswith(SINKS)] if mesh.telemetry.sinks else []
-    return (*token, *sinks, *HUB, *PROXIES)

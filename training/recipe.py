@@ -9,7 +9,6 @@ DocumentsRecipe     answers to self-study about documents      (plugins.document
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,16 +37,6 @@ Route = Callable[[str, str], str]
 
 def own_cartridge(cartridge: str, question: str) -> str:
     return cartridge
-
-
-def drawn_steps(names: Sequence[str], per_step: int, steps: int) -> dict[str, int]:
-    """Return in how many of `steps` each name is drawn, where names take turns, `each` a step."""
-    drawn = Counter(
-        name
-        for step in range(steps)
-        for name in {names[(step * per_step + i) % len(names)] for i in range(per_step)}
-    )
-    return {name: drawn[name] for name in names}
 
 
 class QuestionRouting(Protocol):

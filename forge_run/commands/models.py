@@ -9,7 +9,8 @@ from pathlib import Path
 
 from cartridge_forge.forge_run.commands import note
 from cartridge_forge.forge_run.model_check import check_again
-from cartridge_forge.learning.model.verdicts import WAYS, ModelVerdict
+from cartridge_forge.learning.model.verdict import ModelVerdict
+from cartridge_forge.plugins.cluster.manifests.sizing import model_shape
 from cartridge_forge.plugins.documents.readers.html_text import html_text
 from cartridge_forge.plugins.library.base_models.kept import (
     Dtype,
@@ -18,10 +19,11 @@ from cartridge_forge.plugins.library.base_models.kept import (
     kept_models,
     terms_page,
 )
+from cartridge_forge.plugins.library.models.verdicts import WAYS
 from cartridge_forge.plugins.statistics.formatting import TableSection, facts, render
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import model_names, models_folder
-from cartridge_forge.protocols.spec.model import ModelSpec, model_shape
+from cartridge_forge.protocols.spec.model import ModelSpec
 
 POLL_SECONDS = 2.0  # between two looks for a model that another process adds
 

@@ -25,6 +25,7 @@ from cartridge_forge.forge_run.forkserver.client import fork_server
 from cartridge_forge.forge_run.launch import ENGINE, kill_mesh, prepare_process
 from cartridge_forge.forge_run.model_check import check
 from cartridge_forge.forge_run.preflight import EMBEDDED, ON_VLLM, Fault, located, vllm_faults
+from cartridge_forge.plugins.cluster.manifests.sizing import model_shape
 from cartridge_forge.plugins.serve.spec import (
     RIGHTS,
     ApiKeySpec,
@@ -39,7 +40,7 @@ from cartridge_forge.plugins.statistics.formatting import TableSection, bytes_te
 from cartridge_forge.plugins.wire.listening import listen
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.secrets import secret_text
-from cartridge_forge.protocols.spec.model import VALUE_BYTES, ShapeSpec, model_shape
+from cartridge_forge.protocols.spec.model import VALUE_BYTES, ShapeSpec
 
 if TYPE_CHECKING:
     from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from cartridge_forge.learning.cartridge import fingerprint
 from cartridge_forge.learning.decoder import LanguageModel
-from cartridge_forge.learning.model.control_tokens import special_in
 from cartridge_forge.learning.model.loading import base_hash, load_model, load_tokenizer
 from cartridge_forge.learning.teacher import document_kv
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
+from cartridge_forge.plugins.chat.special_tokens import special_in
 from cartridge_forge.plugins.documents.edits import (
     Span,
     TextChange,

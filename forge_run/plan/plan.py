@@ -29,6 +29,7 @@ from cartridge_forge.plugins.cluster.manifests.sizing import (
     ModelSize,
     checkpoint_bytes,
     known_size,
+    model_shape,
     model_size,
     published_bytes,
     tensor_parallel,
@@ -48,12 +49,7 @@ from cartridge_forge.plugins.statistics.formatting import (
 )
 from cartridge_forge.protocols.layout import CartridgeLayout, length_warning
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.spec.model import (
-    VALUE_BYTES,
-    ShapeSpec,
-    matmul_parameters,
-    model_shape,
-)
+from cartridge_forge.protocols.spec.model import VALUE_BYTES, ShapeSpec, matmul_parameters
 
 AT_RUN_TIME = "measured at run time"
 

@@ -241,12 +241,6 @@ def jensen_shannon(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
-def jensen_shannon_entries(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
-    """Return each outcome's part of the generalised JSD, [N, K]; an entry may be negative."""
-    parts = [weight * entries for weight, entries in _parts(log_s, log_t, beta)]
-    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
-
-
 def _parts(log_s: Tensor, log_t: Tensor, beta: float) -> list[tuple[float, Tensor]]:
     """Return the KLs that make up the JSD: (weight, entries [N, K])."""
     if beta == 0:
@@ -255,17 +249,6 @@ def _parts(log_s: Tensor, log_t: Tensor, beta: float) -> list[tuple[float, Tenso
         return [(1.0, _kl_entries(log_s, log_t))]
     log_m = _log_mixture(log_s, log_t, beta)
     return [(beta, _kl_entries(log_t, log_m)), (1 - beta, _kl_entries(log_s, log_m))]
-
-
-def jensen_shannon_slopes(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
-    """Return the derivative of each of `jensen_shannon_entries` by its own log S, [N, K], without
-    gradient."""
-    log_s, log_t = log_s.detach(), log_t.detach()
-    if beta == 0:
-        return -log_t.exp()
-    if beta == 1:
-        return _kl_entries(log_s, log_t) + log_s.exp()
-    return (1 - beta) * _kl_entries(log_s, _log_mixture(log_s, log_t, beta))
 
 
 def _log_mixture(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:

@@ -15,16 +15,13 @@ import torch
 from cartridge_forge.learning.decoder import (
     INDEX,
     WEIGHTS,
-    KeyFrequencies,
     LanguageModel,
-    half_split,
     load_decoder,
-    rope_frequencies,
 )
 from cartridge_forge.learning.decoder_config import DecoderConfig, decoder_config
 from cartridge_forge.learning.model.control_tokens import special_tokens, token_count
 from cartridge_forge.learning.model.hub import model_files
-from cartridge_forge.learning.model.verdicts import ModelVerdict, keep_verdict, kept_verdict
+from cartridge_forge.learning.model.verdict import ModelVerdict, kept_verdict
 from cartridge_forge.protocols.errors import DataError, SpecError
 from cartridge_forge.protocols.plugins import optional, resolve
 
@@ -80,7 +77,7 @@ def checked_again(path: str) -> ModelVerdict:
     verdict: ModelVerdict
     with _model_at(path):
         verdict = check_model(model_files(path))
-    keep_verdict(path, verdict)
+    resolve("hooks", "keep_verdict")(path, verdict)
     return verdict
 
 
@@ -112,29 +109,6 @@ def known_config(path: str) -> DecoderConfig | None:
     if not file.is_file() or not any((directory / name).is_file() for name in (WEIGHTS, INDEX)):
         return None
     return decoder_config(json.loads(file.read_bytes()))
-
-
-@cache
-def frequencies_of(path: str) -> KeyFrequencies:
-    """Return `LanguageModel.frequencies` of the model in this directory (or of this hub id) from
-    its config alone, for processes without the model. Raises DataError as that does, and for an
-    unknown model."""
-    verdict = kept_verdict(path)
-    if verdict is not None and verdict.unmoved:
-        raise DataError(verdict.unmoved)
-    file = Path(path) / "config.json"
-    config = decoder_config(json.loads(file.read_bytes())) if file.is_file() else None
-    if config is not None:
-        return half_split(rope_frequencies(config.rope, config.head_dim), config.head_dim)
-    by_transformers = resolve("hooks", "other_frequencies")
-    try:
-        frequencies: KeyFrequencies = by_transformers(path)
-        return frequencies
-    except AttributeError as error:  # of a rotary embedding that is made in another way
-        raise DataError(
-            f"keys of the model {path!r} cannot be moved to other positions: its rotary embedding "
-            f"is not known ({error}); use one cartridge before a prompt"
-        ) from error
 
 
 def flush_denormals() -> None:

@@ -30,9 +30,10 @@ from typing import Any, get_args
 
 from jinja2 import TemplateError
 
-from cartridge_forge.learning.model.control_tokens import special_tokens, stated_ends
+from cartridge_forge.learning.model.control_tokens import special_tokens
 from cartridge_forge.plugins.chat.episodes import Observation, Turn
 from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool, Role
+from cartridge_forge.plugins.chat.special_tokens import stated_ends
 from cartridge_forge.protocols.errors import DataError
 
 _ROLE_LINE = re.compile(rf"^(?:{'|'.join(get_args(Role))})(?:\n|$)")

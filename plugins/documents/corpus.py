@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cartridge_forge.learning.model.control_tokens import special_in
 from cartridge_forge.learning.model.hub import model_files
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
+from cartridge_forge.plugins.chat.rollouts import hash_of
+from cartridge_forge.plugins.chat.special_tokens import special_in
 from cartridge_forge.plugins.documents.chunks import Chunk, TokenizedText, pieces
 from cartridge_forge.plugins.documents.formats import ReadOptions
 from cartridge_forge.plugins.documents.reading import (
@@ -31,7 +32,6 @@ from cartridge_forge.plugins.documents.reading import (
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.layout import CartridgeLayout, layout_of
-from cartridge_forge.protocols.records.answers import hash_of
 
 POSITIONS = "max_position_embeddings"  # in a model's config
 TEMPLATE_TOKENS = 64  # of a context, for the chat template around the document

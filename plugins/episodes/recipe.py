@@ -25,6 +25,7 @@ from pydantic import TypeAdapter
 from cartridge_forge.plugins.chat.episodes import Episode, Task, TurnHint, written_offline
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
+from cartridge_forge.plugins.chat.rollouts import drawn_steps, hash_of, refill_counts
 from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
 from cartridge_forge.plugins.episodes.ahead import (
     GroupsAhead,
@@ -66,7 +67,7 @@ from cartridge_forge.plugins.episodes.task_sources.rewards import EpisodeRewards
 from cartridge_forge.plugins.replay.ledger import RunSpending
 from cartridge_forge.plugins.statistics.intervals import wilson_interval
 from cartridge_forge.protocols.layout import layout_of
-from cartridge_forge.protocols.records.answers import Answer, KeepAnswers, hash_of
+from cartridge_forge.protocols.records.answers import Answer, KeepAnswers
 from cartridge_forge.protocols.records.run_files import MeasuredAccuracy
 from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
 from cartridge_forge.protocols.step import (
@@ -81,7 +82,7 @@ from cartridge_forge.protocols.step import (
 )
 from cartridge_forge.services.mesh import Mesh
 from cartridge_forge.services.run_directory import RunDirectory
-from cartridge_forge.training.recipe import Recipe, Route, drawn_steps, own_cartridge
+from cartridge_forge.training.recipe import Recipe, Route, own_cartridge
 from cartridge_forge.training.records import (
     GenerateCall,
     Rollout,
@@ -89,7 +90,6 @@ from cartridge_forge.training.records import (
     StepRecord,
     is_offline,
     no_scoring,
-    refill_counts,
 )
 
 _EPISODE = TypeAdapter(Episode)

@@ -19,6 +19,7 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any
 
+from cartridge_forge.plugins.chat.rollouts import hash_of, mean_nll
 from cartridge_forge.plugins.documents.study.agreement import (
     HeldOutQuestion,
     StudyQuestion,
@@ -47,7 +48,7 @@ from cartridge_forge.plugins.statistics.intervals import (
     wilson_interval,
 )
 from cartridge_forge.protocols.errors import PublishError
-from cartridge_forge.protocols.records.answers import Answer, hash_of, mean_nll, to_row
+from cartridge_forge.protocols.records.answers import Answer, to_row
 from cartridge_forge.protocols.records.run_files import Agreement
 from cartridge_forge.protocols.step import (
     BARE,

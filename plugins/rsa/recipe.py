@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 from cartridge_forge.plugins.chat.episodes import Episode, Observation, Task, Turn
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
+from cartridge_forge.plugins.chat.rollouts import hash_of, refill_counts
 from cartridge_forge.plugins.episodes.ahead import (
     GroupsAhead,
     JoinedGenerate,
@@ -37,7 +38,7 @@ from cartridge_forge.plugins.statistics.intervals import SHARE, mean_interval
 from cartridge_forge.plugins.strategies.rsa.populations import RSAProblem, reward
 from cartridge_forge.protocols.errors import DataError, RunError
 from cartridge_forge.protocols.layout import layout_of
-from cartridge_forge.protocols.records.answers import Answer, KeepAnswers, hash_of
+from cartridge_forge.protocols.records.answers import Answer, KeepAnswers
 from cartridge_forge.protocols.records.run_files import (
     AggregationGain,
     ArmResult,
@@ -66,7 +67,6 @@ from cartridge_forge.training.records import (
     StudyPrompt,
     as_sample,
     no_scoring,
-    refill_counts,
 )
 
 

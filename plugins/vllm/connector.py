@@ -37,8 +37,9 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from cartridge_forge.learning.cartridge import CartridgeId, Fingerprints, shifted
 from cartridge_forge.learning.draws import uniforms
 from cartridge_forge.learning.model.control_tokens import token_count
-from cartridge_forge.learning.model.loading import frequencies_of, tokenizer_of
+from cartridge_forge.learning.model.loading import tokenizer_of
 from cartridge_forge.plugins.grammar.grammar import Grammars
+from cartridge_forge.plugins.library.models.frequencies import frequencies_of
 from cartridge_forge.plugins.vllm.draws import GrammarFollower, SeededRow, leave_drawn
 from cartridge_forge.plugins.vllm.kv_layout import KVFill, PromptCartridge, kv_heads, pieces, slots
 from cartridge_forge.protocols.grammar import ResponseGrammar

@@ -15,15 +15,13 @@ there, as text (`plugins.watch.score_text`).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypedDict, cast
 
-from cartridge_forge.protocols.step import Completion, SampleScores
+from cartridge_forge.protocols.step import SampleScores
 
 TEXT_LIMIT = 2000  # characters of a text; what was longer ends with a mark
-HASH_DIGITS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,19 +97,6 @@ def cut(text: str | None) -> str | None:
         return text
     mark = f" [cut: {len(text):,} characters]"
     return text[: TEXT_LIMIT - len(mark)] + mark
-
-
-def hash_of(*texts: str) -> str:
-    """Return the first HASH_DIGITS hexadecimal digits of the SHA-256 of texts."""
-    joined = "\x00".join(texts).encode("utf-8", "surrogatepass")
-    return hashlib.sha256(joined).hexdigest()[:HASH_DIGITS]
-
-
-def mean_nll(completion: Completion, tokens: int) -> float | None:
-    """Return the mean negative log-probability of a prompt's last `tokens` tokens, in nats; None
-    where the completion has no log-probabilities of them."""
-    read = completion.prompt_logprobs[-tokens:] if tokens else ()
-    return -sum(read) / tokens if read and len(read) == tokens else None
 
 
 class TokenScoreRow(SampleScores):

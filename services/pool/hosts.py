@@ -13,14 +13,11 @@ The kernel retries a cut connection at growing intervals: after a cut of 35 s it
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import platform
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
-
-from cartridge_forge.protocols.errors import RunError
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh
@@ -97,22 +94,6 @@ class Membership(Protocol):
     async def close(self) -> None:
         """Give back the hosts that the source made for the run."""
         ...
-
-
-async def attach(worker: str, timeout_s: float = 30.0) -> HostMesh:
-    """Return the mesh of the worker at `tls://host:port`. Raises RunError when it is silent."""
-    from monarch.actor import attach_to_workers  # imported late: it reads the environment
-
-    mesh = attach_to_workers(ca="trust_all_connections", workers=[worker])
-    try:
-        async with asyncio.timeout(timeout_s):
-            await mesh.initialized
-    except Exception as error:  # however it fails, the remedy is the same
-        raise RunError(
-            f"the worker at {worker} was not attached within {timeout_s:g} s ({error!r:.200}); "
-            "check that it runs the same Monarch version and is reached from here"
-        ) from error
-    return mesh
 
 
 async def finish(future: Any) -> Any:

@@ -43,6 +43,7 @@ from cartridge_forge.learning.teacher import (
 )
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.rollouts import as_rollout
 from cartridge_forge.plugins.clinic.text import recite_prompt, sentences, unique_cue
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
@@ -61,7 +62,7 @@ from cartridge_forge.protocols.step import (
     TrainBatch,
     stream_seed,
 )
-from cartridge_forge.training.records import Rollout, as_rollout
+from cartridge_forge.training.records import Rollout
 from studies.cells import table
 from studies.on_policy.arms import WARM, arms_of
 

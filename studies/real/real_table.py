@@ -34,6 +34,7 @@ from typing import Any
 from benchmarks.record import ROOT, benchmark
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
+from cartridge_forge.plugins.chat.rollouts import mean_nll
 from cartridge_forge.plugins.documents.retrieval import Bm25Router
 from cartridge_forge.plugins.documents.study.prompts import reading
 from cartridge_forge.plugins.documents.study.question_files import (
@@ -44,7 +45,6 @@ from cartridge_forge.plugins.documents.study.question_files import (
 from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.processes import COMMAND, environment
 from cartridge_forge.protocols.files import write_atomically
-from cartridge_forge.protocols.records.answers import mean_nll
 from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
 
 MESH = ROOT / "meshes" / "documents.yaml"

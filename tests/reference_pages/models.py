@@ -8,8 +8,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from cartridge_forge.learning.model.verdicts import WAYS, ModelVerdict
+from cartridge_forge.learning.model.verdict import ModelVerdict
 from cartridge_forge.plugins.library.models.parity import check_model
+from cartridge_forge.plugins.library.models.verdicts import WAYS
 from reference_pages.markdown import page, table
 from reference_pages.tiny_models import MODELS, make_model
 from reference_pages.write import REFERENCE

@@ -26,9 +26,9 @@ from cartridge_forge.plugins.cluster.hosts.host_heartbeats import (
     HostAsk,
     HostHeartbeats,
 )
+from cartridge_forge.plugins.cluster.hosts.membership import attach
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.spec.services import HealthSpec
-from cartridge_forge.services.pool.hosts import attach
 from cartridge_forge.services.pool.process import ReplicaProcess
 from cartridge_forge.services.pool.service import Service
 

@@ -18,11 +18,11 @@ import monarch.actor
 from monarch.actor import Actor, concurrent_endpoint
 from namespaces import CLIENT, Hosts
 
+from cartridge_forge.plugins.cluster.hosts.membership import attach
 from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.protocols.records.status import ReplicaState
 from cartridge_forge.protocols.spec.mesh import RoleSpec
 from cartridge_forge.protocols.spec.services import HealthSpec
-from cartridge_forge.services.pool.hosts import attach
 from cartridge_forge.services.pool.pool import Pool
 from cartridge_forge.services.pool.service import Service
 from cartridge_forge.services.proc_info import has_ended

@@ -25,9 +25,10 @@ from operator_loop import Admin, OperatorLoop
 from cartridge_forge.forge_run.commands.k8s import render
 from cartridge_forge.plugins.cluster.checks.schemas import definitions
 from cartridge_forge.plugins.cluster.hosts.kubernetes import KubernetesHosts
+from cartridge_forge.plugins.cluster.hosts.membership import attach
 from cartridge_forge.plugins.cluster.manifests.overlays import build
 from cartridge_forge.plugins.spec_files.loading import load_spec
-from cartridge_forge.services.pool.hosts import HostWorker, attach
+from cartridge_forge.services.pool.hosts import HostWorker
 
 MESH = str(Path(__file__).parents[2] / "meshes" / "longhealth.yaml")
 SETS = ("hosts=kubernetes", "roles.generator.replicas=1")

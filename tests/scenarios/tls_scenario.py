@@ -29,7 +29,7 @@ QUESTION = b"GET /hello HTTP/1.0\r\n\r\n"
 ATTACH = """
 import asyncio, os, sys
 import monarch.actor
-from cartridge_forge.services.pool.hosts import attach
+from cartridge_forge.plugins.cluster.hosts.membership import attach
 from cartridge_forge.protocols.errors import RunError
 monarch.actor.enable_transport(sys.argv[1] + "://10.77.0.1:0")
 try:

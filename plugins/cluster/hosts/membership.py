@@ -19,6 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from monarch.actor import HostMesh
+
 from cartridge_forge.plugins.cluster.hosts.handshake import (
     WorkerInfo,
     WorkerUnreachable,
@@ -28,7 +30,7 @@ from cartridge_forge.plugins.cluster.hosts.handshake import (
 )
 from cartridge_forge.protocols.errors import ForgeError, HostsEndedError, RunError
 from cartridge_forge.protocols.spec.mesh import is_tls
-from cartridge_forge.services.pool.hosts import HostSource, HostWorker, attach
+from cartridge_forge.services.pool.hosts import HostSource, HostWorker
 from cartridge_forge.services.pool.process import ProcessHost
 from cartridge_forge.services.pool.process_manager import ProcessManager
 
@@ -219,3 +221,19 @@ def attached_at(worker: HostWorker, hello: WorkerInfo) -> str:
             "as its --address does"
         )
     return hello.address
+
+
+async def attach(worker: str, timeout_s: float = 30.0) -> HostMesh:
+    """Return the mesh of the worker at `tls://host:port`. Raises RunError when it is silent."""
+    from monarch.actor import attach_to_workers  # imported late: it reads the environment
+
+    mesh = attach_to_workers(ca="trust_all_connections", workers=[worker])
+    try:
+        async with asyncio.timeout(timeout_s):
+            await mesh.initialized
+    except Exception as error:  # however it fails, the remedy is the same
+        raise RunError(
+            f"the worker at {worker} was not attached within {timeout_s:g} s ({error!r:.200}); "
+            "check that it runs the same Monarch version and is reached from here"
+        ) from error
+    return mesh

@@ -44,7 +44,7 @@ from cartridge_forge.protocols.errors import ForgeError, RunError, SpecError
 from cartridge_forge.protocols.spec.mesh import is_loopback_host, is_tls
 from cartridge_forge.services.pool.hosts import LINK_ENVIRONMENT, versions
 from cartridge_forge.services.private_sockets import remove, use_private_sockets
-from cartridge_forge.services.proc_info import descendants, gpus_of_host
+from cartridge_forge.services.proc_info import descendants
 
 PORT = 26600
 GRACE_SECONDS = 25.0  # Kubernetes kills after 30
@@ -237,3 +237,12 @@ def main(
     sys.stdout.flush()
     remove()
     os._exit(code)  # Monarch's own exit would wait for attached controllers
+
+
+def gpus_of_host() -> int:
+    """Return how many NVIDIA GPUs this process may use, without importing torch."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([name for name in chosen.split(",") if name.strip() not in ("", "-1")])
+    devices = (path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia*"))
+    return sum(name.isdecimal() for name in devices)

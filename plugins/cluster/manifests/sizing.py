@@ -7,7 +7,9 @@ interpreter and HEADROOM are allowances. No cluster has confirmed them.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from cartridge_forge.plugins.cluster.manifests.objects import Resources
 from cartridge_forge.plugins.rsa.spec import RsaLearn
@@ -23,7 +25,6 @@ from cartridge_forge.protocols.spec.model import (
     head_parameters,
     kv_values_per_token,
     matmul_parameters,
-    model_shape,
 )
 
 GIB = 1024**3
@@ -414,3 +415,27 @@ def _resources(role: RoleSpec, held: int, shm: int) -> Resources:
 
 def _gib(count: float) -> int:
     return max(1, -(-int(count) // GIB))
+
+
+def model_shape(model: ModelSpec) -> ShapeSpec | None:
+    """Return the shape in config.json, else `model.shape`. Raises SpecError for other models."""
+    path = Path(model.path) / "config.json"
+    if not path.is_file():
+        return model.shape
+    try:
+        config = json.loads(path.read_bytes())
+        heads = config["num_attention_heads"]
+        return ShapeSpec(
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            intermediate=config["intermediate_size"],
+            vocab=config["vocab_size"],
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise SpecError(
+            f"{path} is not the config of a Llama-like model ({type(error).__name__}: "
+            f"{str(error).splitlines()[0]}); set model.path to another directory"
+        ) from error

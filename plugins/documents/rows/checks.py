@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from cartridge_forge.learning.model.control_tokens import require_text, special_in
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
+from cartridge_forge.plugins.chat.special_tokens import require_text, special_in
 from cartridge_forge.plugins.documents.rows.reading import RowSet
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.protocols.errors import CheckpointError, DataError

@@ -17,6 +17,7 @@ from typing import Any
 
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
+from cartridge_forge.plugins.chat.rollouts import context_ref, contexts_of, mean_nll, with_title
 from cartridge_forge.plugins.documents.corpus import Corpus
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.agreement import (
@@ -34,7 +35,7 @@ from cartridge_forge.plugins.documents.study.passages import (
 )
 from cartridge_forge.plugins.documents.study.prompts import answered_over, reading, titled_messages
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion
-from cartridge_forge.protocols.records.answers import Answer, KeepAnswers, mean_nll
+from cartridge_forge.protocols.records.answers import Answer, KeepAnswers
 from cartridge_forge.protocols.records.run_files import MeasuredAccuracy
 from cartridge_forge.protocols.step import (
     BARE,
@@ -45,7 +46,7 @@ from cartridge_forge.protocols.step import (
     stream_seed,
 )
 from cartridge_forge.training.recipe import Route, own_cartridge
-from cartridge_forge.training.records import GenerateCall, context_ref, contexts_of, with_title
+from cartridge_forge.training.records import GenerateCall
 
 
 class StudyExam:

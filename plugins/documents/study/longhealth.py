@@ -26,6 +26,19 @@ from typing import Any
 
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
+from cartridge_forge.plugins.chat.rollouts import (
+    as_rollout,
+    as_rows,
+    context_ref,
+    drawn_steps,
+    hash_of,
+    interleave,
+    mean_nll,
+    score_callback,
+    with_composition,
+    with_likeliest,
+    with_title,
+)
 from cartridge_forge.plugins.clinic.patients import generate_clinic
 from cartridge_forge.plugins.clinic.text import (
     LETTERS,
@@ -68,7 +81,7 @@ from cartridge_forge.plugins.statistics.gold import gold_results
 from cartridge_forge.plugins.statistics.intervals import wilson_interval
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.layout import layout_of
-from cartridge_forge.protocols.records.answers import Answer, KeepAnswers, hash_of, mean_nll
+from cartridge_forge.protocols.records.answers import Answer, KeepAnswers
 from cartridge_forge.protocols.records.run_files import ArmResult, MeasuredAccuracy
 from cartridge_forge.protocols.step import (
     BARE,
@@ -81,21 +94,13 @@ from cartridge_forge.protocols.step import (
 )
 from cartridge_forge.services.mesh import Mesh
 from cartridge_forge.services.run_directory import RunDirectory
-from cartridge_forge.training.recipe import Recipe, Route, drawn_steps, own_cartridge
+from cartridge_forge.training.recipe import Recipe, Route, own_cartridge
 from cartridge_forge.training.records import (
     GenerateCall,
     Rollout,
     ScoreGroup,
     StudyPrompt,
-    as_rollout,
-    as_rows,
-    context_ref,
-    interleave,
     no_scoring,
-    score_callback,
-    with_composition,
-    with_likeliest,
-    with_title,
 )
 
 OFFLINE_CHUNK = 4  # steps of teacher-written text generated in one call

@@ -17,6 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
+from cartridge_forge.plugins.chat.rollouts import (
+    as_rollout,
+    as_rows,
+    context_ref,
+    drawn_steps,
+    score_callback,
+    with_composition,
+    with_likeliest,
+    with_title,
+)
 from cartridge_forge.plugins.documents.corpus import Corpus
 from cartridge_forge.plugins.documents.drafts import SynthesisPlan
 from cartridge_forge.plugins.documents.near_duplicates import LocatedText, clean, overlaps
@@ -64,21 +74,14 @@ from cartridge_forge.protocols.step import (
 )
 from cartridge_forge.services.mesh import Mesh
 from cartridge_forge.services.run_directory import RunDirectory
-from cartridge_forge.training.recipe import Recipe, Route, drawn_steps, own_cartridge
+from cartridge_forge.training.recipe import Recipe, Route, own_cartridge
 from cartridge_forge.training.records import (
     GenerateCall,
     Rollout,
     ScoreGroup,
     StudyPrompt,
-    as_rollout,
-    as_rows,
-    context_ref,
     is_offline,
     no_scoring,
-    score_callback,
-    with_composition,
-    with_likeliest,
-    with_title,
 )
 
 

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cartridge_forge.learning.model.control_tokens import require_text
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
+from cartridge_forge.plugins.chat.rollouts import context_ref, mean_nll
+from cartridge_forge.plugins.chat.special_tokens import require_text
 from cartridge_forge.plugins.clinic.text import contains_words, spaced
 from cartridge_forge.plugins.documents.corpus import Corpus
 from cartridge_forge.plugins.documents.rows.records import DatasetRow
@@ -25,10 +26,9 @@ from cartridge_forge.plugins.documents.study.question_files import UserQuestion
 from cartridge_forge.plugins.documents.synthesis_rows import StudyRow
 from cartridge_forge.protocols.errors import CheckpointError, DataError
 from cartridge_forge.protocols.files import write_atomically
-from cartridge_forge.protocols.records.answers import mean_nll
 from cartridge_forge.protocols.step import BARE, Completion, GenerateRequest, Sampling
 from cartridge_forge.services.run_directory import RunDirectory
-from cartridge_forge.training.records import GenerateCall, StudyPrompt, context_ref
+from cartridge_forge.training.records import GenerateCall, StudyPrompt
 
 NO_GAIN = "no_gain"
 

@@ -20,6 +20,12 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from cartridge_forge.plugins.chat.rollouts import (
+    context_ref,
+    with_likeliest,
+    with_prefix,
+    without_likeliest,
+)
 from cartridge_forge.plugins.verified.client import VerifyingTeacherClient
 from cartridge_forge.plugins.verified.records import VerifiedCounts, VerifyCall, VerifyRow
 from cartridge_forge.plugins.verified.rules import best_block
@@ -35,11 +41,7 @@ from cartridge_forge.training.records import (
     ScoreGroup,
     StudyPrompt,
     as_sample,
-    context_ref,
     no_scoring,
-    with_likeliest,
-    with_prefix,
-    without_likeliest,
 )
 
 Written = tuple[StudyPrompt, Completion, Sample]

@@ -36,11 +36,7 @@ from torch import Tensor
 
 from cartridge_forge.learning.batch import ChunkedLogits, Item, MicroBatch, token_logprobs
 from cartridge_forge.learning.losses.channel import LossChannel, LossTerm, check_scores, counted
-from cartridge_forge.learning.losses.doc_kl import (
-    aligned,
-    jensen_shannon_entries,
-    jensen_shannon_slopes,
-)
+from cartridge_forge.learning.losses.doc_kl import _kl_entries, _log_mixture, _parts, aligned
 from cartridge_forge.learning.teacher import TeacherDistribution
 from cartridge_forge.plugins.episodes.losses.grpo import (
     LOG_RATIO_BOUND,
@@ -190,3 +186,20 @@ def _sampled(
     ratio = lag.exp().clamp(max=RATIO_CAP)
     difference = (log_s - log_t).detach()
     return ratio * difference * log_s, difference, ratio
+
+
+def jensen_shannon_entries(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
+    """Return each outcome's part of the generalised JSD, [N, K]; an entry may be negative."""
+    parts = [weight * entries for weight, entries in _parts(log_s, log_t, beta)]
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+def jensen_shannon_slopes(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
+    """Return the derivative of each of `jensen_shannon_entries` by its own log S, [N, K], without
+    gradient."""
+    log_s, log_t = log_s.detach(), log_t.detach()
+    if beta == 0:
+        return -log_t.exp()
+    if beta == 1:
+        return _kl_entries(log_s, log_t) + log_s.exp()
+    return (1 - beta) * _kl_entries(log_s, _log_mixture(log_s, log_t, beta))

@@ -20,8 +20,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
-from cartridge_forge.learning.model.verdicts import weight_files, weights_hash
 from cartridge_forge.plugins.library.base_models.gguf_file import GgufFile
+from cartridge_forge.plugins.library.models.verdicts import weight_files, weights_hash
 from cartridge_forge.plugins.library.names import is_name
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import (

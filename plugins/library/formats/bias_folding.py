@@ -23,7 +23,7 @@ from torch import Tensor
 from cartridge_forge.learning.attention import AttentionOptions, layout_of
 from cartridge_forge.learning.cartridge import shifted
 from cartridge_forge.learning.decoder import LanguageModel
-from cartridge_forge.learning.model.loading import frequencies_of, load_model, tokenizer_of
+from cartridge_forge.learning.model.loading import load_model, tokenizer_of
 from cartridge_forge.plugins.library.attention_matching import (
     HeadQueries,
     attended,
@@ -42,6 +42,7 @@ from cartridge_forge.plugins.library.formats.base_model import (
     read_base,
 )
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile, Provenance
+from cartridge_forge.plugins.library.models.frequencies import frequencies_of
 from cartridge_forge.plugins.library.reference_rows import (
     MOST_ROWS,
     ROW,

@@ -42,7 +42,7 @@ from transformers.utils import logging
 from cartridge_forge.learning.attention import FlatAttention, Observer
 from cartridge_forge.learning.decoder import INDEX, WEIGHTS, LanguageModel, load_decoder
 from cartridge_forge.learning.decoder_config import decoder_config
-from cartridge_forge.learning.model.verdicts import BOUND, WAYS, ModelVerdict, model_folder
+from cartridge_forge.learning.model.verdict import BOUND, ModelVerdict
 from cartridge_forge.learning.teacher import document_kv
 from cartridge_forge.plugins.library.models.adapter import load_by_transformers
 from cartridge_forge.plugins.library.models.short_config import (
@@ -51,6 +51,7 @@ from cartridge_forge.plugins.library.models.short_config import (
     edited,
     short_configs,
 )
+from cartridge_forge.plugins.library.models.verdicts import WAYS, model_folder
 from cartridge_forge.protocols.errors import DataError
 
 TEXT, PREFIX, BEFORE = 48, 20, 56  # tokens: the text, its part that is a prefix, the text before it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from cartridge_forge.protocols.errors import RunError, SpecError, StopRequested
 from cartridge_forge.protocols.records.status import PoolStatus, RunStatus
@@ -145,3 +145,32 @@ def _answer(futures: Iterable[asyncio.Future[str]], answer: str | RunError) -> N
             future.set_result(answer)
         else:
             future.set_exception(answer)
+
+
+class RunControl(Protocol):
+    """Control a run from outside. Every method raises ForgeError with a remedy for a request that
+    cannot be met, and then leaves the run unchanged."""
+
+    async def status(self) -> RunStatus: ...
+
+    async def scale(self, role: str, replicas: int) -> PoolStatus:
+        """Set a pool's target size and return at once, while replicas start or drain."""
+        ...
+
+    async def pause(self) -> None:
+        """Hold the run after the step in progress, until `resume` or `stop`."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def checkpoint(self) -> str:
+        """Write a checkpoint after the step in progress; returns its name once it is on disk."""
+        ...
+
+    async def stop(self) -> None:
+        """End after the step in progress, with a checkpoint and results; returns at once."""
+        ...
+
+    def events(self, replay: int) -> AsyncIterator[Mapping[str, Any]]:
+        """Yield the last `replay` events of the run, then each new event until the run ends."""
+        ...

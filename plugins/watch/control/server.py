@@ -1,6 +1,6 @@
 """Serve the gRPC control plane for `forge status`, `forge scale` and any gRPC client of a run.
 
-    client --- control.proto ---> ControlPlane --- protocols.ports.RunControl ---> the run
+    client -- control.proto --> ControlPlane -- RunControl (plugins.watch.control.commands) --> run
 
 The server runs on the event loop of its caller. Every call carries a token, health checks and
 reflection included: that of `control.token_env`, else one that the run draws. Beyond loopback the
@@ -28,9 +28,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from pydantic import SecretStr
 
+from cartridge_forge.plugins.watch.control.commands import RunControl
 from cartridge_forge.plugins.watch.control.endpoints import read_token
 from cartridge_forge.protocols.errors import DataError, ForgeError, SpecError
-from cartridge_forge.protocols.ports import RunControl
 from cartridge_forge.protocols.spec.services import ControlSpec
 from cartridge_forge.protocols.wire import control_pb2 as pb
 from cartridge_forge.protocols.wire import control_pb2_grpc

@@ -50,7 +50,7 @@ from cartridge_forge.learning import cartridge as module
 from cartridge_forge.learning.attention import FlatAttention
 from cartridge_forge.learning.cartridge import Fingerprints, fingerprint, shifted
 from cartridge_forge.learning.decoder import half_split
-from cartridge_forge.learning.model.loading import frequencies_of
+from cartridge_forge.plugins.library.models.frequencies import frequencies_of
 from cartridge_forge.protocols.step import PrefixRef, composed_ref
 
 

@@ -30,13 +30,9 @@ from cartridge_forge.learning.decoder import (
     rope_frequencies,
 )
 from cartridge_forge.learning.decoder_config import decoder_config
-from cartridge_forge.learning.model.loading import (
-    base_hash,
-    frequencies_of,
-    known_config,
-    load_model,
-)
+from cartridge_forge.learning.model.loading import base_hash, known_config, load_model
 from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.plugins.library.models.frequencies import frequencies_of
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
 

@@ -18,6 +18,7 @@ from grpc_tools import protoc
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cartridge_forge.plugins.chat.rollouts import hash_of, mean_nll
 from cartridge_forge.plugins.statistics.gold import clusters, pairing_key
 from cartridge_forge.plugins.watch.score_text import (
     LEAST,
@@ -29,14 +30,7 @@ from cartridge_forge.plugins.watch.score_text import (
 )
 from cartridge_forge.protocols.errors import CheckpointError, DataError
 from cartridge_forge.protocols.files import steady_time
-from cartridge_forge.protocols.records.answers import (
-    TEXT_LIMIT,
-    Answer,
-    cut,
-    hash_of,
-    mean_nll,
-    to_row,
-)
+from cartridge_forge.protocols.records.answers import TEXT_LIMIT, Answer, cut, to_row
 from cartridge_forge.protocols.records.run_files import (
     CHAT_FILE,
     date_of,
@@ -207,7 +201,7 @@ def test_a_clock_that_is_set_back_ends_no_span_before_its_beginning(
 
 # What reads the clock that can be set, and why no wait or limit goes wrong by it.
 WALL_CLOCK = {
-    "learning/model/verdicts.py": "an age of files; a clock that was set back keeps no note",
+    "plugins/library/models/verdicts.py": "an age of files; a clock set back keeps no note",
     "protocols/files.py": "once, when the process begins",
     "plugins/library/store.py": "the age of what was left behind, and is in nobody's use",
     "plugins/serve/handler.py": "a field of a reply",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cartridge_forge.plugins.chat.rollouts import drawn_steps
 from cartridge_forge.protocols.errors import CheckpointError, RunError
 from cartridge_forge.protocols.files import read_rows
 from cartridge_forge.protocols.records.run_files import MetricRow
@@ -20,7 +21,6 @@ from cartridge_forge.services.clients import Replied
 from cartridge_forge.services.run_directory import ResumePoint, RunDirectory
 from cartridge_forge.training.controller import ControllerActor
 from cartridge_forge.training.loop import OverlappedValidation, RunState
-from cartridge_forge.training.recipe import drawn_steps
 from cartridge_forge.training.records import counted
 from cartridge_forge.training.training_run import TrainingRun
 

@@ -20,6 +20,7 @@ from cartridge_forge.forge_run.plan.roofline import (
 )
 from cartridge_forge.forge_run.preflight import require_runnable
 from cartridge_forge.plugins.clinic.patients import generate_clinic
+from cartridge_forge.plugins.cluster.manifests.sizing import model_shape
 from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.plugins.statistics.formatting import (
     TableSection,
@@ -34,7 +35,6 @@ from cartridge_forge.protocols.spec.model import (
     ShapeSpec,
     kv_values_per_token,
     matmul_parameters,
-    model_shape,
 )
 
 REPOSITORY = Path(__file__).parents[4]

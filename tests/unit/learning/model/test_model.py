@@ -27,24 +27,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cartridge_forge.learning.cartridge import shifted
 from cartridge_forge.learning.decode import COPIED, generate
-from cartridge_forge.learning.model.control_tokens import (
-    require_text,
-    special_in,
-    special_tokens,
-    stated_ends,
-    token_count,
-)
+from cartridge_forge.learning.model.control_tokens import special_tokens, token_count
 from cartridge_forge.learning.model.loading import (
     base_hash,
-    frequencies_of,
     load_model,
     load_tokenizer,
     read_ahead,
     text_ids,
 )
 from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.plugins.chat.special_tokens import require_text, special_in, stated_ends
 from cartridge_forge.plugins.library.attention_matching import attention_matched
 from cartridge_forge.plugins.library.models.adapter import flat_attention
+from cartridge_forge.plugins.library.models.frequencies import frequencies_of
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
 

@@ -90,7 +90,7 @@ import asyncio, os, sys, time
 import monarch.actor
 from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.plugins.cluster.hosts.handshake import ask_hello
-from cartridge_forge.services.pool.hosts import attach
+from cartridge_forge.plugins.cluster.hosts.membership import attach
 monarch.actor.enable_transport("tls://localhost:0")
 async def main():
     deadline = time.monotonic() + 30

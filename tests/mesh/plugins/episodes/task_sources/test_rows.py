@@ -14,6 +14,7 @@ import pytest
 from cartridge_forge.forge_run.plan.datasets import require_dataset
 from cartridge_forge.learning.model.loading import load_tokenizer
 from cartridge_forge.plugins.chat.episodes import RewardOutcome, RewardReply
+from cartridge_forge.plugins.chat.rollouts import drawn_steps
 from cartridge_forge.plugins.documents.rows.checks import note_rows, require_lengths
 from cartridge_forge.plugins.documents.rows.reading import read_row_set
 from cartridge_forge.plugins.episodes.task_sources.rows import RowTasks
@@ -22,7 +23,7 @@ from cartridge_forge.protocols.errors import CheckpointError, DataError, RunErro
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.step import Completion, GenerateRequest
 from cartridge_forge.services.run_directory import RunDirectory
-from cartridge_forge.training.recipe import drawn_steps, open_recipe
+from cartridge_forge.training.recipe import open_recipe
 
 ROOT = Path(__file__).resolve().parents[5]
 PAGE = "note 1: the nurse in urology is kim. note 2: the surgeon in cardiology is lee. " * 3

@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from cartridge_forge.learning.model import loading, verdicts
-from cartridge_forge.learning.model.loading import checked_model, frequencies_of, load_model
-from cartridge_forge.learning.model.verdicts import BOUND
+from cartridge_forge.learning.model.loading import checked_model, load_model
+from cartridge_forge.learning.model.verdict import BOUND
 from cartridge_forge.plugins.library.models.adapter import TransformersModel
+from cartridge_forge.plugins.library.models.frequencies import frequencies_of
 from cartridge_forge.plugins.library.models.parity import check_model
 from cartridge_forge.plugins.library.models.short_config import short_configs
 from cartridge_forge.protocols.errors import DataError

@@ -15,12 +15,13 @@ import hashlib
 import importlib.metadata
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
+from cartridge_forge.learning.model.verdict import ModelVerdict
 from cartridge_forge.protocols.files import checks_folder, write_atomically
 
 WEIGHT_FILES = (
@@ -30,38 +31,16 @@ WEIGHT_FILES = (
 BLOCK = 1 << 20
 MOST = 200
 SETTLED_SECONDS = 2.0  # a file changed twice within a file system's tick has one time of change
-BOUND = 1e-4  # nats, and of a moved key its part: what float32 rounds
 WAYS = {
     "plain": "in one pass",
     "prefix": "behind a prefix",
     "packed": "as the second of two packed sequences",
 }
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[3] / "learning" / "model"
 COMPUTE = ("attention", "decoder", "teacher")
 # What computes: a change of these files, or of these packages, asks for the check again.
 SOURCES = sorted([*HERE.glob("*.py"), *(HERE.parent / f"{n}.py" for n in COMPUTE)])
 PACKAGES = ("torch", "transformers")
-
-
-@dataclass(frozen=True)
-class ModelVerdict:
-    """Describe how far our computation of a model is from its own forward pass.
-
-    `nats` holds the largest difference of a log-probability in each way of computing, and `bound`
-    the nats that are rounding. `refusal` is empty for a model that is computed right, and `unmoved`
-    for one whose keys can be moved to other positions, as composed cartridges need; else each says
-    why and what to do. `layers` of `of_layers` were computed.
-    """
-
-    model: str
-    family: str = ""
-    nats: Mapping[str, float] = field(default_factory=dict)
-    bound: float = BOUND
-    refusal: str = ""
-    unmoved: str = ""
-    layers: int = 0
-    of_layers: int = 0
-    seconds: float = 0.0
 
 
 def kept_verdict(path: str) -> ModelVerdict | None:
