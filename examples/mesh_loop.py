@@ -30,6 +30,7 @@ from cartridge_forge.plugins.documents.study.longhealth import (
     measure,
     open_prompts,
 )
+from cartridge_forge.plugins.sandbox.private_sockets import use_private_sockets
 from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.step import TeacherScores, TrainBatch
 from cartridge_forge.services.clients import (
@@ -40,7 +41,6 @@ from cartridge_forge.services.clients import (
 )
 from cartridge_forge.services.planes.open import open_plane
 from cartridge_forge.services.pool.service import Service
-from cartridge_forge.services.private_sockets import use_private_sockets
 
 TOP = 20  # entries of the teacher's distribution at each token
 QUESTIONS = 48  # held-out ones, asked of every version

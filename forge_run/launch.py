@@ -31,6 +31,7 @@ from cartridge_forge.forge_run.preflight import processor_demand, require_descri
 from cartridge_forge.forge_run.resuming import is_finished, sizes_of
 from cartridge_forge.plugins.cluster.hosts.handshake import reached_at
 from cartridge_forge.plugins.cluster.tls.identity import read_identity
+from cartridge_forge.plugins.sandbox.private_sockets import remove, use_private_sockets
 from cartridge_forge.plugins.watch.console import ConsoleDisplay, print_results
 from cartridge_forge.protocols.errors import ForgeError, RunError, SpecError
 from cartridge_forge.protocols.plugins import module_of
@@ -40,7 +41,6 @@ from cartridge_forge.protocols.spec.services import HealthSpec
 from cartridge_forge.services.planes.open import PLANE_IMPORTS
 from cartridge_forge.services.pool.hosts import LINK_ENVIRONMENT
 from cartridge_forge.services.pool.sizes import PoolSize
-from cartridge_forge.services.private_sockets import remove, use_private_sockets
 from cartridge_forge.services.proc_info import descendants, has_ended
 from cartridge_forge.services.roles import HUB, PROXIES
 from cartridge_forge.services.run_directory import (

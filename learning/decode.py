@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +36,6 @@ from cartridge_forge.learning.attention import (
 )
 from cartridge_forge.learning.decoder import LanguageModel, linear
 from cartridge_forge.learning.draws import draw, leave_likely, penalise, uniforms
-from cartridge_forge.learning.stopping import Decode, StopChecker
 from cartridge_forge.protocols.errors import DataError, PublishError
 from cartridge_forge.protocols.grammar import ResponseGrammar
 from cartridge_forge.protocols.logit_rules import (
@@ -44,6 +43,7 @@ from cartridge_forge.protocols.logit_rules import (
     MOST_REPETITION,
     LogitRules,
 )
+from cartridge_forge.protocols.plugins import resolve
 from cartridge_forge.protocols.ports import TokenChunk, refused
 from cartridge_forge.protocols.step import (
     Completion,
@@ -90,7 +90,7 @@ def generate(
     requests: Sequence[GenerateRequest],
     lookup: Lookup,
     end_ids: frozenset[int],
-    decode: Decode | None = None,
+    decode: Callable[[Sequence[int]], str] | None = None,
     served: Served = lambda ref, kv: (),
     grammars: GrammarCompiler | None = None,
     drawn_from: list[Tensor] | None = None,
@@ -137,7 +137,7 @@ class DecodeState:
     request: GenerateRequest
     prefix: PrefixRef
     uniforms: Sequence[float]  # [max_tokens] in [0, 1): one draw for each token
-    stopper: StopChecker | None = None
+    stopper: Any = None  # a `plugins.grammar.stopping.StopChecker`
     grammar: TokenMatcher | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -256,7 +256,7 @@ def check_request(request: GenerateRequest, vocabulary: int) -> None:
 def new_row(
     request: GenerateRequest,
     vocabulary: int,
-    decode: Decode | None,
+    decode: Callable[[Sequence[int]], str] | None,
     prefix: PrefixRef | None = None,
     grammars: GrammarCompiler | None = None,
 ) -> DecodeState:
@@ -268,7 +268,7 @@ def new_row(
     if request.until is not None:
         if decode is None:
             raise DataError(f"request {request.id} ends by its text, and no tokenizer is here")
-        stopper = StopChecker(request.until, decode)
+        stopper = resolve("hooks", "stop_checker")(request.until, decode)
     grammar = None
     if request.grammar is not None:
         if grammars is None or request.first_draw:

@@ -13,7 +13,7 @@
          this version did not sample is refused before the update
       -> one named term for each channel and cartridge over its own denominator, times its weight
       -> backward into the cartridges only: one of the sum, or one for each channel where the
-         channels are balanced (`learning.losses.balance`)
+         channels are balanced (`plugins.objectives.balance`)
       -> sums over all ranks -> of each cartridge that has a loss: clip -> Adam
 
 Advantages and denominators are those of the whole batch, which every rank receives, so neither
@@ -71,6 +71,7 @@ from cartridge_forge.learning.losses.channel import (
 from cartridge_forge.learning.ranks import ALONE, ProcessGroup, concurrently, passes_beside
 from cartridge_forge.learning.trainer_state import CartridgeProgress
 from cartridge_forge.protocols.errors import RunError, StaleTokenError
+from cartridge_forge.protocols.plugins import resolve
 from cartridge_forge.protocols.spec.sections import GapBounds
 from cartridge_forge.protocols.step import OFFLINE_VERSION, Sample, TrainBatch, TrainStepOutput
 
@@ -400,8 +401,7 @@ def update(step: PreparedStep, sums: StepSums) -> TrainStepOutput:
     )  # fmt: skip
     terms = tally.terms({channel.name: channel.facts(step.batch) for channel in step.channels})
     if norms or balances:
-        from cartridge_forge.learning.losses.balance import report
-
+        report = resolve("hooks", "balance_report")
         terms = report(terms, list(balances.values()), coefficients, norms)
     lr = max((one["lr"] for one in updates.values()), default=max(one["lr"] for one in outcomes))
     return TrainStepOutput(

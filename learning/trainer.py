@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -37,9 +37,6 @@ from cartridge_forge.protocols.step import (
     TrainBatch,
     TrainStepOutput,
 )
-
-if TYPE_CHECKING:  # for objectives that balance their channels
-    from cartridge_forge.learning.losses.balance import GradientBalance
 
 
 class CartridgeTrainer:
@@ -228,14 +225,12 @@ class CartridgeTrainer:
             return False
         return {v for s in batch.doc for v in s.versions} == {OFFLINE_VERSION}
 
-    def _balance(self) -> GradientBalance | None:
+    def _balance(self) -> Any:
         """Return a cartridge's balance; one channel alone is trained as its weight says."""
         spec = self._objective
         if spec.balance != "gradient_norm" or len(self._channels) < 2:
             return None
-        from cartridge_forge.learning.losses.balance import GradientBalance
-
-        return GradientBalance(spec.balance_every)
+        return resolve("hooks", "balance")(spec.balance_every)
 
     def _completed(
         self, batch: TrainBatch, channels: Sequence[LossChannel], version: int

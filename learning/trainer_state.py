@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from cartridge_forge.learning.cartridge import CartridgeBank
 from cartridge_forge.learning.checkpoint import CARTRIDGE, Checkpoint, part_name
 from cartridge_forge.protocols.errors import CheckpointError
 from cartridge_forge.protocols.step import TrainStepOutput
-
-if TYPE_CHECKING:  # for objectives that balance their channels
-    from cartridge_forge.learning.losses.balance import GradientBalance
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,8 @@ class CartridgeProgress:
     steps    steps of the arm that trained the cartridge
     since    the version that last changed its numbers
     moments  Adam's tensors by name; none before the first update
-    balance  of the channels' gradients; None where the weights are taken as they are
+    balance  of the channels' gradients (`plugins.objectives.balance`); None where the weights are
+             taken as they are
     scale    what the learning rate is multiplied by, broadcast over the parameter; None: nothing
     factor   what the schedule's learning rate is multiplied by in the present step
     """
@@ -76,7 +74,7 @@ class CartridgeProgress:
         self,
         parameter: torch.nn.Parameter,
         schedule: LearningRateSchedule,
-        balance: GradientBalance | None = None,
+        balance: Any = None,
         scale: Tensor | None = None,
     ) -> None:
         self.parameter, self.schedule, self.balance = parameter, schedule, balance

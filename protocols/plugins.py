@@ -258,13 +258,18 @@ SHIPPED = (
     ),
     Plugin(
         "vllm",
-        hooks={"engine_share": f"{PLUGINS}.cluster.manifests.devices:engine_share"},
+        hooks={
+            "engine_share": f"{PLUGINS}.cluster.manifests.devices:engine_share",
+            "canary": f"{PLUGINS}.vllm.canary:Canary",
+        },
     ),
     Plugin(
         "objectives",
         hooks={
             "updates": f"{PLUGINS}.objectives.updates:run_updates",
             "policy_scores": f"{PLUGINS}.objectives.policy_scores:PolicyScores",
+            "balance": f"{PLUGINS}.objectives.balance:GradientBalance",
+            "balance_report": f"{PLUGINS}.objectives.balance:report",
             "document_logprobs": f"{PLUGINS}.objectives.policy_scores:document_logprobs",
         },
     ),
@@ -277,7 +282,13 @@ SHIPPED = (
         },
     ),
     Plugin("verified", hooks={"verified_rows": f"{PLUGINS}.verified.rows:VerifiedRows"}),
-    Plugin("grammar", hooks={"grammars": f"{PLUGINS}.grammar.grammar:Grammars"}),
+    Plugin(
+        "grammar",
+        hooks={
+            "grammars": f"{PLUGINS}.grammar.grammar:Grammars",
+            "stop_checker": f"{PLUGINS}.grammar.stopping:StopChecker",
+        },
+    ),
     Plugin(
         "serve",
         roles={"engine_generator": "cartridge_forge.actors.engine_generator:EngineGeneratorActor"},
@@ -318,6 +329,7 @@ SHIPPED = (
         },
         hooks={
             "observer": f"{PLUGINS}.watch.control.observer:ControlledRun",
+            "step_warnings": f"{PLUGINS}.watch.step_warnings:step_warnings",
             "token_scores": f"{PLUGINS}.watch.token_scores:TokenScores",
         },
     ),

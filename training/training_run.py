@@ -32,8 +32,8 @@ from cartridge_forge.protocols.records.run_files import (
 )
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.spec.sections import REFUSED, gap_bounds
-from cartridge_forge.protocols.step import NO_DOCUMENT, SampleScores, TrainStepOutput
+from cartridge_forge.protocols.spec.sections import gap_bounds
+from cartridge_forge.protocols.step import NO_DOCUMENT, SampleScores
 from cartridge_forge.services.clients import GeneratorClient, PublishedCartridges, TrainerClient
 from cartridge_forge.services.mesh import Mesh
 from cartridge_forge.services.proc_info import CpuSeconds
@@ -61,7 +61,7 @@ from cartridge_forge.training.records import (
     work_time,
 )
 from cartridge_forge.training.scoring import TeacherScoring, score_key, train_scored
-from cartridge_forge.training.weight_sync import Canary, WeightSync
+from cartridge_forge.training.weight_sync import WeightSync
 
 QUESTION = "What is this about?"  # of any document, for the command that is printed
 
@@ -152,7 +152,8 @@ class TrainingRun:
         )
         if not evidence and bounds is not None:
             starts = {c: recipe.documents[names[0]] for c, names in recipe.layout.contexts.items()}
-            self._weights.canary = Canary(self._generator, self._trainer, starts, bounds.max)
+            open_canary = resolve("hooks", "canary")
+            self._weights.canary = open_canary(self._generator, self._trainer, starts, bounds.max)
         self._teachers = TeacherScoring(mesh, self._weights)
         wanted = "routed" in spec.learn.evaluate.arms
         open_routing = (resolve if wanted else optional)("hooks", "routing")
@@ -327,7 +328,8 @@ class TrainingRun:
         )  # fmt: skip
         self._recipe.record(record.rollout, arm, step, self._directory)
         self._keep_token_scores(arm, step, output.token_scores)
-        warnings = step_warnings(self._learn, output)
+        step_warnings = optional("hooks", "step_warnings")
+        warnings = {} if step_warnings is None else step_warnings(self._learn, output)
         if text := self._recipe.warning(record.rollout):
             warnings["rollout"] = text
         for kind, text in warnings.items():
@@ -590,41 +592,3 @@ class TimeLeft:
         # Text that is written takes no more time: a step's `rollout` was spent before it.
         spent = measured["rollout"] if self.offline_steps is not None else 0.0
         return remaining + steps * (measured["step"] - spent)
-
-
-# Half: "most" of the tokens. In the pilots 74% of a warm student's tokens and 82% of a cold one's
-# lay there; with the tokens behind masked, that start recited better by 0.13.
-MOST_AFTER_REFUSAL = 0.5
-# The gradient of reverse KL over a top k with a tail bucket had a cosine of 0.92 with that of the
-# whole vocabulary where the top k held 90% of the student's mass, of 0.77 at 79%, of 0.42 at 51%.
-LEAST_STUDENT_MASS = 0.9
-
-
-def step_warnings(learn: LearnSpec, output: TrainStepOutput) -> dict[str, str]:
-    """Return by kind what is probably not meant in a step, each with its remedy. Episodes are not
-    warned of mistakes: no teacher verifies their turns."""
-    facts: Mapping[str, float] = output.terms.get("doc_kl", {})
-    warnings = {}
-    share = facts.get("after_refusal", 0.0)
-    if (
-        share > MOST_AFTER_REFUSAL
-        and learn.rollout.until_refused is None
-        and not learn.learns_from_rewards
-    ):
-        warnings["after_refusal"] = (
-            f"{share:.0%} of the trained tokens lie behind a token that the student wrote and the "
-            f"document's teacher gives less than {REFUSED:g}, after which the teacher continues a "
-            "mistake; set rollout.verify: {rule: threshold}, which replaces such tokens, or "
-            "train.warm_start, or rollout.until_refused, which trains on none behind them"
-        )
-    mass = facts.get("student_mass", 1.0)
-    if mass < LEAST_STUDENT_MASS:
-        whose = "both sides'" if learn.teacher.student_top else "the teacher's"
-        union = "" if learn.teacher.student_top else "set teacher.top_k_of: both, "
-        warnings["student_mass"] = (
-            f"the loss sees {mass:.0%} of the student's probability in {whose} top "
-            f"{learn.teacher.top_k} (teacher.top_k), and reverse KL and JSD have another gradient "
-            f"below {LEAST_STUDENT_MASS:.0%}; {union}raise teacher.top_k or set it to full, or set "
-            "loss.direction: forward"
-        )
-    return warnings

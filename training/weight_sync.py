@@ -9,37 +9,23 @@ A packet of cartridges stays in the plane as long as a published version refers 
 
 A plane that is lost with its process is replaced, and `refill` publishes the cartridges into the
 new one. Calls that were using the lost plane raise PlaneError and are repeated (`Mesh.replaced`).
-
-The canary proves a publish on generators that return neither fingerprints nor log-probabilities.
-
-    publish(v) -> each generator continues a few tokens of each document greedily over version v
-               -> the trainer scores these tokens over its own version v
-               -> a token that the trainer finds unlikely beside its own best one ends the run
-
-It is the weakest of the checks: a generator passes with numbers that give the same greedy text, and
-between two publishes nothing is proven. It costs a short request of each document at each publish,
-so backends that give better evidence are not asked (`services.roles.generator_evidence`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-from cartridge_forge.protocols.errors import PlaneError, PublishError, RunError, StaleTokenError
+from cartridge_forge.protocols.errors import PlaneError, PublishError, RunError
 from cartridge_forge.protocols.spec.mesh import CARTRIDGE_READERS, HINTED_TEACHER
 from cartridge_forge.protocols.step import (
     PUBLISHED,
     CartridgeSnapshot,
-    GenerateRequest,
-    PrefixRef,
     PublishedCartridge,
-    Sample,
-    Sampling,
     TensorRef,
 )
 from cartridge_forge.services.clients import (
-    GeneratorClient,
     PublishedCartridges,
     TrainerClient,
     load_cartridges,
@@ -48,63 +34,6 @@ from cartridge_forge.services.clients import (
 from cartridge_forge.services.mesh import Mesh
 from cartridge_forge.services.planes.codec import packed_bytes
 from cartridge_forge.services.pool.pool import Pool, gather
-
-PROMPT_TOKENS, TOKENS = 8, 16
-
-
-class Canary:
-    """Ask every generator about each version that is published. `most` is how far below the
-    trainer's likeliest token one of the greedy text may be, nats."""
-
-    def __init__(
-        self,
-        generator: GeneratorClient,
-        trainer: TrainerClient,
-        prompts: Mapping[str, Sequence[int]],
-        most: float,
-    ) -> None:
-        """Take the start of each cartridge's text, by cartridge, as `prompts`."""
-        self._generator, self._trainer, self._most = generator, trainer, most
-        self._prompts = prompts
-
-    async def check(self, snapshot: CartridgeSnapshot) -> None:
-        """Raise StaleTokenError that names the replica whose greedy text is not this version's."""
-        version = snapshot.version
-        prompts = {n: tuple(self._prompts[n][:PROMPT_TOKENS]) for n in snapshot.names}
-        requests = [
-            GenerateRequest(
-                f"canary/{version}/{name}",
-                prompts[name],
-                PrefixRef(f"cartridge/{name}", version),
-                Sampling(temperature=0.0, max_tokens=TOKENS),
-                seed=0,
-            )
-            for name in snapshot.names
-        ]
-        replies = await self._generator.ask_each(requests)
-        probes = {
-            (name, c.token_ids)
-            for completions in replies.values()
-            for name, c in zip(snapshot.names, completions, strict=True)
-        }
-        samples = [
-            Sample(f"canary/{name}", name, prompts[name], ids, (), ())
-            for name, ids in sorted(probes)
-        ]
-        deficits = dict(
-            zip(sorted(probes), await self._trainer.greedy_deficit(samples, version), strict=True)
-        )
-        for replica, done in replies.items():
-            for name, c in zip(snapshot.names, done, strict=True):
-                if not (deficit := deficits[name, c.token_ids]) <= self._most:
-                    raise StaleTokenError(
-                        f"{replica} continued the start of {name} over cartridge version {version} "
-                        f"by a token that the trainer finds {deficit:.3g} nats less likely than "
-                        f"its own best one (bound {self._most:g}, train.sampler_gap.max): it "
-                        "decodes over other numbers than were published; nothing was trained on "
-                        "them; repair or replace this replica, then resume the run"
-                    )
-
 
 REPEATS = 5  # of a publish whose host is lost before another host has it
 TIDY_BYTES = 8 * 2**20  # no longer needed, at which they are deleted: a call takes 1.5 ms
@@ -125,7 +54,7 @@ class WeightSync:
         self._trainer = TrainerClient(mesh.pools)
         self.moved_bytes = 0
         self.published = published or PublishedCartridges(keep + 1)
-        self.canary: Canary | None = None
+        self.canary: Any = None  # a `plugins.vllm.canary.Canary`
         self._published: list[tuple[int, CartridgeSnapshot]] = []
         self._read: list[tuple[int, str, int]] = []  # plane, key, bytes
         # A key is in the plane before it is in these lists; `_forgotten` waits for that.

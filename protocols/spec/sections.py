@@ -2,7 +2,7 @@
 
     total loss = w_doc * doc_kl  +  the channels of plug-ins, each times its weight
 
-With balance gradient_norm the weights are shares of the gradient (`learning.losses.balance`). A
+With balance gradient_norm the weights are shares of the gradient (`plugins.objectives.balance`). A
 step leaves out a channel of weight 0. The keys of a plug-in's channel are in the plug-in's spec.
 """
 

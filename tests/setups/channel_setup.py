@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from cartridge_forge.learning.cartridge import CartridgeBank, first_tokens
-from cartridge_forge.learning.losses.balance import GradientBalance
 from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.step import StepOptions, train_step
 from cartridge_forge.learning.teacher import (
@@ -23,6 +22,7 @@ from cartridge_forge.learning.teacher import (
 )
 from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
+from cartridge_forge.plugins.objectives.balance import GradientBalance
 from cartridge_forge.plugins.objectives.policy_scores import with_references
 from cartridge_forge.plugins.objectives.updates import Share, part_of
 from cartridge_forge.protocols.spec.sections import GapBounds, LossSpec, TrainSpec

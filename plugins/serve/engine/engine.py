@@ -22,8 +22,8 @@ from torch import Tensor
 from cartridge_forge.learning.cartridge import CartridgeId, Fingerprints, composed
 from cartridge_forge.learning.decode import DecodeBatch, DecodeState, new_row
 from cartridge_forge.learning.decoder import LanguageModel
-from cartridge_forge.learning.stopping import Decode
 from cartridge_forge.plugins.grammar.grammar import Grammars
+from cartridge_forge.plugins.grammar.stopping import Decode
 from cartridge_forge.plugins.verified.decode import VerifiedBatch, VerifiedRow, check_draft
 from cartridge_forge.protocols.errors import DataError, PublishError
 from cartridge_forge.protocols.ports import TokenChunk

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from rooms.training.longhealth_setup import learn
 
+from cartridge_forge.plugins.watch.step_warnings import step_warnings
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.step import TrainStepOutput
-from cartridge_forge.training.training_run import step_warnings
 
 
 def spec(**sets: Any) -> LearnSpec:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cartridge_forge.plugins.spec_files.loading import load_spec
+from cartridge_forge.plugins.vllm.canary import Canary
 from cartridge_forge.protocols.errors import RunError, StaleTokenError
 from cartridge_forge.protocols.records.run_files import MetricRow
 from cartridge_forge.protocols.spec.learn import LearnSpec
@@ -35,7 +36,6 @@ from cartridge_forge.training.loop import (
 )
 from cartridge_forge.training.records import StepTimes, WorkTime, busy, work_time
 from cartridge_forge.training.training_run import TimeLeft
-from cartridge_forge.training.weight_sync import Canary
 
 
 def row(version: int) -> MetricRow:
