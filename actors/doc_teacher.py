@@ -98,7 +98,7 @@ class DocTeacherActor(ModelActor):
 
     @endpoint
     async def verify(self, call: Any) -> Any:
-        """Return the reply (`plugins.verified.records.VerifyReply`) to a `VerifyCall`: how many
+        """Return the reply (`VerifyReply`) to a `VerifyCall`: how many
         tokens of each block stay, and the teacher's token after them."""
         student = None
         if call.student is not None:

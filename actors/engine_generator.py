@@ -26,7 +26,7 @@ from cartridge_forge.actors.base import VLLM_REMEDY, ModelSource, missing_vllm
 from cartridge_forge.learning.cartridge import get_missing, since_of
 from cartridge_forge.learning.model.loading import flush_denormals, text_of, tokenizer_of
 from cartridge_forge.learning.teacher import document_kv
-from cartridge_forge.plugins.grammar.grammar import Grammars
+from cartridge_forge.plugins.decoding.grammar import Grammars
 from cartridge_forge.plugins.serve.engine.engine import TorchEngine
 from cartridge_forge.plugins.serve.engine.engine_thread import Engine, EngineThread, Told
 from cartridge_forge.protocols.errors import PublishError, RunError

@@ -121,7 +121,7 @@ def backends(tokens: int) -> dict[str, Backend]:
 
     from cartridge_forge.learning.model.loading import flush_denormals, load_model
     from cartridge_forge.learning.teacher import document_kv
-    from cartridge_forge.plugins.grammar.grammar import Grammars
+    from cartridge_forge.plugins.decoding.grammar import Grammars
     from cartridge_forge.plugins.serve.engine.engine import TorchEngine
     from cartridge_forge.protocols.spec.sections import GeneratorSpec
 

@@ -33,8 +33,8 @@ from benchmarks.record import benchmark
 from cartridge_forge.forge_run.plan.roofline import A100, EXPLICIT, H200, DevicePeaks, PhaseCost
 from cartridge_forge.learning.attention import layout_of
 from cartridge_forge.learning.batch import pack
+from cartridge_forge.plugins.shared_memory.plane import SharedMemoryPlane
 from cartridge_forge.plugins.statistics.formatting import bytes_text, count_text
-from cartridge_forge.services.planes.shared_memory import SharedMemoryPlane
 
 GOAL = 2.0  # times the cached bound, of the whole step
 PUBLISH_GOAL_S = 0.1

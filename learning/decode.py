@@ -76,7 +76,7 @@ class TokenMatcher(Protocol):
 
 
 class GrammarCompiler(Protocol):
-    """Compile the grammars of requests (`plugins.grammar.grammar`)."""
+    """Compile the grammars of requests (`plugins.decoding.grammar`)."""
 
     def matcher(self, grammar: ResponseGrammar) -> TokenMatcher:
         """Return a matcher at the beginning of a response. Raises DataError for a grammar that
@@ -137,7 +137,7 @@ class DecodeState:
     request: GenerateRequest
     prefix: PrefixRef
     uniforms: Sequence[float]  # [max_tokens] in [0, 1): one draw for each token
-    stopper: Any = None  # a `plugins.grammar.stopping.StopChecker`
+    stopper: Any = None  # a `plugins.decoding.stopping.StopChecker`
     grammar: TokenMatcher | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

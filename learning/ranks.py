@@ -23,12 +23,9 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import fcntl
 import json
 import logging
 import os
-import socket
-import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,9 +50,9 @@ from cartridge_forge.protocols.errors import (
     RunError,
     StaleTokenError,
 )
+from cartridge_forge.protocols.plugins import resolve
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 GIVE_BACK_SECONDS = 2.0
 IDLE_SECONDS = 0.5  # longer than a pause between two steps of a short run
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -197,6 +194,7 @@ def join(
     ranks = ProcessGroup(rank, world, device, apart=apart)
     address = urlsplit(rendezvous)
     if address.scheme == "tcp" and address.hostname:
+        interface_to = resolve("hooks", "interface")
         for variable in INTERFACES:
             os.environ.setdefault(variable, interface_to(address.hostname))
     with ranks.guard():
@@ -214,26 +212,6 @@ def join(
             mesh = init_device_mesh(device, shape, mesh_dim_names=("data", "tensor"))
             ranks = replace(ranks, tensor=tensor, mesh=mesh)
     return ranks
-
-
-def interface_to(host: str) -> str:
-    """Return the network interface by which this host reaches `host`, which may be itself: ranks
-    connect there, and not where a host name happens to lead. Raises DataError without a route."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:  # sends nothing
-            one.connect((host, 9))
-            address = one.getsockname()[0]
-            for _, name in socket.if_nameindex():
-                request = struct.pack("256s", name.encode()[:15])
-                with suppress(OSError):  # an interface without an IPv4 address
-                    reply = fcntl.ioctl(one.fileno(), SIOCGIFADDR, request)
-                    if socket.inet_ntoa(reply[20:24]) == address:
-                        return name
-    except OSError as error:
-        raise DataError(f"this host does not reach {host}, where the ranks meet: {error}") from None
-    raise DataError(
-        f"no interface of this host has the address {address}, by which it reaches {host}"
-    )
 
 
 def leave(ranks: ProcessGroup) -> None:

@@ -195,10 +195,7 @@ CORE = Plugin(
         "store": "cartridge_forge.actors.heartbeat:StoreActor",
     },
     channels={"doc_kl": "cartridge_forge.learning.losses.doc_kl:DocKL"},
-    planes={
-        "torchstore": "cartridge_forge.services.planes.torchstore:open_plane",
-        "shared_memory": "cartridge_forge.services.planes.shared_memory:open_plane",
-    },
+    planes={"torchstore": "cartridge_forge.services.planes.torchstore:open_plane"},
 )
 SHIPPED = (
     Plugin(
@@ -273,20 +270,13 @@ SHIPPED = (
             "document_logprobs": f"{PLUGINS}.objectives.policy_scores:document_logprobs",
         },
     ),
+    Plugin("shared_memory", planes={"shared_memory": f"{PLUGINS}.shared_memory.plane:open_plane"}),
     Plugin(
-        "parallel",
+        "decoding",
         hooks={
-            "divide_base": f"{PLUGINS}.parallel.divided_base:divide_base",
-            "shard_base": f"{PLUGINS}.parallel.divided_base:shard_base",
-            "whole_weight": f"{PLUGINS}.parallel.divided_base:whole_weight",
-        },
-    ),
-    Plugin("verified", hooks={"verified_rows": f"{PLUGINS}.verified.rows:VerifiedRows"}),
-    Plugin(
-        "grammar",
-        hooks={
-            "grammars": f"{PLUGINS}.grammar.grammar:Grammars",
-            "stop_checker": f"{PLUGINS}.grammar.stopping:StopChecker",
+            "verified_rows": f"{PLUGINS}.decoding.verified.rows:VerifiedRows",
+            "grammars": f"{PLUGINS}.decoding.grammar:Grammars",
+            "stop_checker": f"{PLUGINS}.decoding.stopping:StopChecker",
         },
     ),
     Plugin(
@@ -309,6 +299,11 @@ SHIPPED = (
             "slurm": f"{PLUGINS}.cluster.hosts.slurm:SlurmHosts",
         },
         hooks={
+            "interface": f"{PLUGINS}.cluster.ranks.interfaces:interface_to",
+            "divide_base": f"{PLUGINS}.cluster.ranks.divided_base:divide_base",
+            "shard_base": f"{PLUGINS}.cluster.ranks.divided_base:shard_base",
+            "whole_weight": f"{PLUGINS}.cluster.ranks.divided_base:whole_weight",
+            "same_files": f"{PLUGINS}.cluster.hosts.same_files:same_files",
             "autoscale": f"{PLUGINS}.cluster.autoscale:decide",
             "relays": f"{PLUGINS}.cluster.relays.host_relays:HostRelays",
             "host_membership": f"{PLUGINS}.cluster.hosts.membership:HostMembership",

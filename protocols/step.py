@@ -113,7 +113,7 @@ class StopCondition:
 class Draft:
     """Propose the tokens of a response over `prefix`, a cartridge, `block` at a time. The model
     over the request's own prefix verifies each block in one forward pass, so that the response is
-    distributed as without a draft (`plugins.verified.decode`)."""
+    distributed as without a draft (`plugins.decoding.verified.decode`)."""
 
     prefix: PrefixRef
     block: int

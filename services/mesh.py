@@ -35,7 +35,6 @@ from cartridge_forge.services.planes.open import OwnedPlane, PlaneRelays, import
 from cartridge_forge.services.pool.hosts import HostSource, versions
 from cartridge_forge.services.pool.lifecycle import Check, Note
 from cartridge_forge.services.pool.pool import Pool, Replica
-from cartridge_forge.services.pool.process import same_files
 from cartridge_forge.services.pool.service import Service
 from cartridge_forge.services.roles import (
     ENGINE_GENERATOR,
@@ -276,7 +275,7 @@ def _check(name: str, spec: RunSpec, directory: RunDirectory) -> Check | None:
     model = spec.learn.model.path
     read = [f"{model}/config.json"] if name in MODEL_ROLES and Path(model).is_dir() else []
     return partial(
-        same_files,
+        resolve("hooks", "same_files"),
         role=name,
         read=read,
         writable_paths=[str(directory.spec)]

@@ -95,7 +95,7 @@ class Rollout:
     the failed ones. `parts`
     are groups of sample ids that the document teacher scores together, where that is not all of
     them at once. `dropped` counts groups of episodes that were too old when they were complete.
-    `verified` has the counts of its verified responses (`plugins.verified.records.VerifiedCounts`).
+    `verified` has the counts of its verified responses (`VerifiedCounts`).
     """
 
     step: int

@@ -25,8 +25,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from cartridge_forge.plugins.shared_memory.owned_directory import owned_directory
 from cartridge_forge.protocols.errors import RunError
-from cartridge_forge.services.owned_directory import owned_directory
 
 LIBRARY = "monarch._rust_bindings"
 RUNTIME_DIR = "XDG_RUNTIME_DIR"  # where Monarch makes the directory of its processes' sockets

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cartridge_forge.plugins.grammar.stopping import Decode, TokenText
+from cartridge_forge.plugins.decoding.stopping import Decode, TokenText
 from cartridge_forge.plugins.wire.openai_chat import FinishReason
 from cartridge_forge.protocols.ports import TokenChunk
 from cartridge_forge.protocols.step import Completion

@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 
 from starlette.types import Scope
 
+from cartridge_forge.plugins.decoding.grammar import Grammars
 from cartridge_forge.plugins.documents.study.support import supporting_passages
-from cartridge_forge.plugins.grammar.grammar import Grammars
 from cartridge_forge.plugins.serve.access.admission import Admission, RequestCost, TokenReservation
 from cartridge_forge.plugins.serve.access.audit import AuditLog
 from cartridge_forge.plugins.serve.access.fairness import FairTurns

@@ -10,7 +10,7 @@ from typing import cast
 
 from cartridge_forge.learning.decode import LEAST_MASS
 from cartridge_forge.plugins.chat.messages import AgentMessage
-from cartridge_forge.plugins.grammar.grammar import Grammars
+from cartridge_forge.plugins.decoding.grammar import Grammars
 from cartridge_forge.plugins.library.names import (
     AUTO,
     CartridgeName,

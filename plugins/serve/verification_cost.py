@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cartridge_forge.plugins.verified.rules import LONGEST_BLOCK
+from cartridge_forge.plugins.decoding.verified.rules import LONGEST_BLOCK
 from cartridge_forge.protocols.spec.model import ShapeSpec, kv_values_per_token, matmul_parameters
 
 

@@ -38,7 +38,7 @@ from cartridge_forge.learning.cartridge import CartridgeId, Fingerprints, shifte
 from cartridge_forge.learning.draws import uniforms
 from cartridge_forge.learning.model.control_tokens import token_count
 from cartridge_forge.learning.model.loading import tokenizer_of
-from cartridge_forge.plugins.grammar.grammar import Grammars
+from cartridge_forge.plugins.decoding.grammar import Grammars
 from cartridge_forge.plugins.library.models.frequencies import frequencies_of
 from cartridge_forge.plugins.vllm.draws import GrammarFollower, SeededRow, leave_drawn
 from cartridge_forge.plugins.vllm.kv_layout import KVFill, PromptCartridge, kv_heads, pieces, slots

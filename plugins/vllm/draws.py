@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cartridge_forge.learning.draws import draw, leave_likely, penalise
-from cartridge_forge.plugins.grammar.grammar import GrammarMatcher
+from cartridge_forge.plugins.decoding.grammar import GrammarMatcher
 from cartridge_forge.protocols.logit_rules import LogitRules
 from cartridge_forge.protocols.step import Sampling
 

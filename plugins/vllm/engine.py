@@ -27,8 +27,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from cartridge_forge.learning.cartridge import CartridgeId, joined_fingerprint
 from cartridge_forge.learning.decode import DecodeState, new_row
 from cartridge_forge.learning.teacher import context_ids
-from cartridge_forge.plugins.grammar.grammar import Grammars
-from cartridge_forge.plugins.grammar.stopping import Decode
+from cartridge_forge.plugins.decoding.grammar import Grammars
+from cartridge_forge.plugins.decoding.stopping import Decode
 from cartridge_forge.plugins.library.models.frequencies import frequencies_of
 from cartridge_forge.plugins.vllm import connector
 from cartridge_forge.plugins.vllm.connector import (

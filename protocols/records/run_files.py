@@ -81,7 +81,7 @@ class MetricRow:
         {"cartridges": {"patient_01": {"lr": 0.02, "grad_norm": 0.3, "step": 12, "tokens": 212}}}
 
     Four more fields are left out where they are empty. `verified` has the counts of
-    `plugins.verified.records.VerifiedCounts` and the share of the judged tokens that were accepted:
+    `VerifiedCounts` and the share of the judged tokens that were accepted:
 
         {"verified": {"proposed": 320, "judged": 250, "accepted": 210, "taught": 40, "share": 0.84}}
 
@@ -228,7 +228,7 @@ class KlResult(TypedDict):
 
 
 class VerifiedResult(TypedDict):
-    """Hold the counts of all verified rollouts (`plugins.verified.records.VerifiedCounts`), and the
+    """Hold the counts of all verified rollouts (`VerifiedCounts`), and the
     share of the judged tokens that the teacher accepted in the first and in the last step that had
     some: `{"proposed": 3200, "judged": 2500, "accepted": 2100, "taught": 400, "first": 0.61,
     "last": 0.93}`."""

@@ -142,3 +142,8 @@ def _spans(
         start = -(-end // ALIGNMENT) * ALIGNMENT
         end = start + math.prod(shape) * dtype.itemsize
         yield name, shape, dtype, start, end
+
+
+def missing_key(operation: str, *keys: str) -> str:
+    """Return what is said of keys that a plane does not have."""
+    return f"{operation}: no key {', '.join(map(repr, keys))}; never put, or already deleted"

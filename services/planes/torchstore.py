@@ -37,8 +37,7 @@ from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.packages import install_command
 from cartridge_forge.protocols.step import TensorRef, check_key
 from cartridge_forge.services.awake_clock import keep_awake_time
-from cartridge_forge.services.planes.codec import pack, unpack
-from cartridge_forge.services.planes.memory_directory import missing_key
+from cartridge_forge.services.planes.codec import missing_key, pack, unpack
 from cartridge_forge.services.proc_info import began
 
 try:

@@ -22,19 +22,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from monarch.actor import HostMesh, ProcMesh
 
 from cartridge_forge.actors.base import bootstrap, bootstrap_command, gpus_here
-from cartridge_forge.actors.heartbeat import Heartbeat, HeartbeatActor, HeartbeatHandle, digest
+from cartridge_forge.actors.heartbeat import Heartbeat, HeartbeatActor, HeartbeatHandle
 from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.protocols.step import NOT_BEGUN, Preparation
 from cartridge_forge.services.pool.hosts import HostWorker, finish
 from cartridge_forge.services.proc_info import has_ended
 
-LOOK_SECONDS = 30.0  # a shared file system may be slow on first access
 ALONE = 2.0  # times dead_after_s without a heartbeat, after which a remote process exits
 PROGRESS_BYTES = 16 * 2**20  # a process that loads takes more, an idle one does not
 STOP_SECONDS = 3.0  # an idle process stops in 0.5 s, a computing one after its computation
@@ -281,40 +279,6 @@ class ProcessHost:
 def by_rank(actors: Any, ranks: int) -> list[Any]:
     """Return one handle for each rank of an actor mesh."""
     return [actors] if ranks == 1 else [actors.slice(procs=rank) for rank in range(ranks)]
-
-
-async def same_files(
-    process: ReplicaProcess, *, role: str, read: Sequence[str], writable_paths: Sequence[str]
-) -> None:
-    """Check that a process on another host has the same files, and can write beside those in
-    `written`. Raises RunError otherwise, instead of at the first checkpoint an hour later."""
-    if process.local or not (read or writable_paths):
-        return
-    try:
-        async with asyncio.timeout(LOOK_SECONDS):
-            reply = await process.heartbeat.look.call_one((*read, *writable_paths))
-    except TimeoutError as error:
-        raise RunError(
-            f"{process.host} did not read {', '.join((*read, *writable_paths))} within "
-            f"{LOOK_SECONDS:g} s; check the file systems that are mounted there"
-        ) from error
-    for path in (*read, *writable_paths):
-        theirs, writable = reply[path]
-        folder = Path(path).parent
-        if theirs != digest(Path(path)):
-            what = "is another file" if theirs else "is not there"
-            remedy = (
-                f"mount the same file system at {folder} on this host and on every one that may "
-                f"run {role}"
-                if path in writable_paths
-                else f"have the same model at {folder} on every host, or give a hub id"
-            )
-            raise RunError(f"on {process.host}, {path} {what}, and {role} needs it; {remedy}")
-        if path in writable_paths and not writable:
-            raise RunError(
-                f"on {process.host}, {role} may not write to {folder}; run the worker as a user "
-                "who may"
-            )
 
 
 def choose(

@@ -45,11 +45,11 @@ from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.chat.rollouts import as_rollout
 from cartridge_forge.plugins.clinic.text import recite_prompt, sentences, unique_cue
+from cartridge_forge.plugins.decoding.verified.records import VerifyReply
+from cartridge_forge.plugins.decoding.verified.rows import VerifiedRows
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
 from cartridge_forge.plugins.documents.study.verified import opened, trained_marks
-from cartridge_forge.plugins.verified.records import VerifyReply
-from cartridge_forge.plugins.verified.rows import VerifiedRows
 from cartridge_forge.protocols.files import REPOSITORY
 from cartridge_forge.protocols.step import (
     Completion,

@@ -38,8 +38,8 @@ from cartridge_forge.plugins.clinic.text import (
     sentences,
     unique_cue,
 )
+from cartridge_forge.plugins.decoding.verified.decode import VerifiedBatch, VerifiedRow
 from cartridge_forge.plugins.library.attention_matching import attention_matched
-from cartridge_forge.plugins.verified.decode import VerifiedBatch, VerifiedRow
 from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
 
 READER = "models/clinic-reader"

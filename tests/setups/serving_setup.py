@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer, text_of, tokenizer_of
 from cartridge_forge.learning.teacher import DocumentKVCache, document_kv
-from cartridge_forge.plugins.grammar.grammar import Grammars
+from cartridge_forge.plugins.decoding.grammar import Grammars
 from cartridge_forge.plugins.library.formats.base_model import read_base
 from cartridge_forge.plugins.library.store import CartridgeStore
 from cartridge_forge.plugins.serve.access.connections import LimitedServer, limited

@@ -81,7 +81,7 @@ def test_endpoint_names_stand_in_one_module() -> None:
         "plugins/episodes/clients.py",
         "plugins/replay/client.py",
         "plugins/rsa/client.py",
-        "plugins/verified/client.py",
+        "plugins/decoding/verified/client.py",
     }
 
 

@@ -26,9 +26,9 @@ from cartridge_forge.plugins.chat.rollouts import (
     with_prefix,
     without_likeliest,
 )
-from cartridge_forge.plugins.verified.client import VerifyingTeacherClient
-from cartridge_forge.plugins.verified.records import VerifiedCounts, VerifyCall, VerifyRow
-from cartridge_forge.plugins.verified.rules import best_block
+from cartridge_forge.plugins.decoding.verified.client import VerifyingTeacherClient
+from cartridge_forge.plugins.decoding.verified.records import VerifiedCounts, VerifyCall, VerifyRow
+from cartridge_forge.plugins.decoding.verified.rules import best_block
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.sections import MixSpec, VerifiedRolloutSpec
@@ -55,7 +55,7 @@ REPEATS = 3  # times that a block is verified again after its logits were lost
 @dataclass
 class VerifiedResponse:
     """Hold one response while it is written. `reads` are the teacher's passes over it
-    (`plugins.verified.records.VerifyRow`); `reason` is its finish reason, "" before the end. With
+    (`VerifyRow`); `reason` is its finish reason, "" before the end. With
     `unread` its last token is the teacher's, and the student has not read it yet."""
 
     prompt: StudyPrompt

@@ -4,7 +4,7 @@
     step -> every row draws one token -> new tokens, and completions of ended rows
 
 Requests with a draft are a batch of their own, of which a step verifies one block a row
-(`plugins.verified.decode`).
+(`plugins.decoding.verified.decode`).
 
 `plugins.serve.engine.engine_thread` calls `step`. At most `max_rows` requests are decoded at a
 time; others wait in order of arrival."""
@@ -22,9 +22,9 @@ from torch import Tensor
 from cartridge_forge.learning.cartridge import CartridgeId, Fingerprints, composed
 from cartridge_forge.learning.decode import DecodeBatch, DecodeState, new_row
 from cartridge_forge.learning.decoder import LanguageModel
-from cartridge_forge.plugins.grammar.grammar import Grammars
-from cartridge_forge.plugins.grammar.stopping import Decode
-from cartridge_forge.plugins.verified.decode import VerifiedBatch, VerifiedRow, check_draft
+from cartridge_forge.plugins.decoding.grammar import Grammars
+from cartridge_forge.plugins.decoding.stopping import Decode
+from cartridge_forge.plugins.decoding.verified.decode import VerifiedBatch, VerifiedRow, check_draft
 from cartridge_forge.protocols.errors import DataError, PublishError
 from cartridge_forge.protocols.ports import TokenChunk
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef, require_ids

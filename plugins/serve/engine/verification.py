@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cartridge_forge.plugins.grammar.stopping import TokenText
+from cartridge_forge.plugins.decoding.stopping import TokenText
 from cartridge_forge.plugins.library.store import CartridgeVersion
 from cartridge_forge.plugins.serve.backend import ServerConfig
 from cartridge_forge.plugins.serve.engine.run_documents import document_of_source

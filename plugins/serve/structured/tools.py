@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool
-from cartridge_forge.plugins.grammar.grammar import Grammars, json_depth
+from cartridge_forge.plugins.decoding.grammar import Grammars, json_depth
 from cartridge_forge.plugins.serve.errors import ApiError, bad_request
 from cartridge_forge.plugins.serve.structured.call_formats import (
     CallFormat,

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cartridge_forge.plugins.grammar.stopping import TokenText
+from cartridge_forge.plugins.decoding.stopping import TokenText
 from cartridge_forge.plugins.spec_files.loading import load_resolved
 from cartridge_forge.plugins.watch.pages.row_index import (
     FollowedRows,

@@ -29,7 +29,8 @@ from cartridge_forge.learning.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from cartridge_forge.learning.ranks import ALONE, ProcessGroup, interface_to, map_large, to_host
+from cartridge_forge.learning.ranks import ALONE, ProcessGroup, map_large, to_host
+from cartridge_forge.plugins.cluster.ranks.interfaces import interface_to
 from cartridge_forge.protocols.errors import DataError
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.decoder import LanguageModel
-from cartridge_forge.plugins.verified.records import VerifyCall, VerifyReply
-from cartridge_forge.plugins.verified.rows import VerifiedRows
+from cartridge_forge.plugins.decoding.verified.records import VerifyCall, VerifyReply
+from cartridge_forge.plugins.decoding.verified.rows import VerifiedRows
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.step import (
     Completion,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cartridge_forge.plugins.grammar.stopping import UNFINISHED, StopChecker, StopMatch, TokenText
+from cartridge_forge.plugins.decoding.stopping import UNFINISHED, StopChecker, StopMatch, TokenText
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import StopCondition
 

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from second_device import elsewhere
 
+from cartridge_forge.plugins.shared_memory.plane import SharedMemoryPlane
 from cartridge_forge.protocols.errors import PlaneError, SpecError
 from cartridge_forge.protocols.step import TensorLayout, check_key
 from cartridge_forge.services.planes.codec import (
@@ -29,7 +30,6 @@ from cartridge_forge.services.planes.codec import (
     unpack,
 )
 from cartridge_forge.services.planes.open import open_plane
-from cartridge_forge.services.planes.shared_memory import SharedMemoryPlane
 from cartridge_forge.services.planes.torchstore import StoreWatch, TorchStorePlane
 from cartridge_forge.services.proc_info import began
 

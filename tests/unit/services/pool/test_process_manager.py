@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from cartridge_forge.actors.heartbeat import digest
 from cartridge_forge.plugins.cluster.hosts.handshake import WorkerInfo
 from cartridge_forge.plugins.cluster.hosts.membership import attached_at
+from cartridge_forge.plugins.cluster.hosts.same_files import same_files
 from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.services.pool.hosts import HostWorker
 from cartridge_forge.services.pool.process import (
@@ -25,7 +26,6 @@ from cartridge_forge.services.pool.process import (
     crowded,
     lack,
     never_fits,
-    same_files,
 )
 from cartridge_forge.services.pool.process_manager import ProcessManager
 

@@ -14,9 +14,10 @@ from reference_pages.tiny_models import MODELS, SIZES, make_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from cartridge_forge.learning.model import loading, verdicts
+from cartridge_forge.learning.model import loading
 from cartridge_forge.learning.model.loading import checked_model, load_model
 from cartridge_forge.learning.model.verdict import BOUND
+from cartridge_forge.plugins.library.models import verdicts
 from cartridge_forge.plugins.library.models.adapter import TransformersModel
 from cartridge_forge.plugins.library.models.frequencies import frequencies_of
 from cartridge_forge.plugins.library.models.parity import check_model

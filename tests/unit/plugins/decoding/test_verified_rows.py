@@ -11,9 +11,9 @@ import torch
 from twins import NEAR, VOCAB
 
 from cartridge_forge.learning.teacher import document_kv
-from cartridge_forge.plugins.verified.records import VerifyCall, VerifyRow
-from cartridge_forge.plugins.verified.rows import VerifiedRows
-from cartridge_forge.plugins.verified.rules import Verdict
+from cartridge_forge.plugins.decoding.verified.records import VerifyCall, VerifyRow
+from cartridge_forge.plugins.decoding.verified.rows import VerifiedRows
+from cartridge_forge.plugins.decoding.verified.rules import Verdict
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import Sampling
 

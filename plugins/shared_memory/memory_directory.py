@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 from urllib.parse import quote, unquote
 
+from cartridge_forge.plugins.shared_memory.owned_directory import owned_directory
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.step import check_key
-from cartridge_forge.services.owned_directory import owned_directory
 
 SUFFIX = ".tensors"  # keys end with it, temporary files do not
 # A shell that outlives the owner: `read` returns when the owner's end of the pipe closes, however
@@ -25,11 +25,6 @@ echo
 read -r _
 for try in 1 2 3; do rm -rf -- "$1" && exit; sleep 1; done"""
 JANITOR_SECONDS = 5.0
-
-
-def missing_key(operation: str, *keys: str) -> str:
-    """Return what is said of keys that a plane does not have."""
-    return f"{operation}: no key {', '.join(map(repr, keys))}; never put, or already deleted"
 
 
 def file_of(root: Path, key: str) -> Path:

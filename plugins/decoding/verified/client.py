@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cartridge_forge.plugins.verified.records import VerifyCall, VerifyReply
+from cartridge_forge.plugins.decoding.verified.records import VerifyCall, VerifyReply
 from cartridge_forge.services.clients import DocTeacherClient, Packed
 
 

@@ -35,7 +35,7 @@ from cartridge_forge.learning.attention import (
 from cartridge_forge.learning.decode import DecodeState
 from cartridge_forge.learning.decoder import LanguageModel, linear
 from cartridge_forge.learning.draws import draw
-from cartridge_forge.plugins.verified.rules import (
+from cartridge_forge.plugins.decoding.verified.rules import (
     LONGEST_BLOCK,
     Verdict,
     verification_draws,

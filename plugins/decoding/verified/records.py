@@ -58,7 +58,7 @@ class VerifyCall:
 
 @dataclass(frozen=True)
 class VerifyReply(TimedReply):
-    """Carry the verdicts (`plugins.verified.rules.Verdict`) on a call's blocks, in the order of
+    """Carry the verdicts (`Verdict`) on a call's blocks, in the order of
     its rows that have one: how many tokens stay, and the teacher's token after them.
 
     `ratio` is the cost of such a pass over that of decoding one token of each row without a

@@ -19,14 +19,15 @@ from pathlib import Path
 
 import torch
 
+from cartridge_forge.plugins.shared_memory.memory_directory import MemoryDirectory, file_of, keys_in
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.step import TensorRef
-from cartridge_forge.services.planes.codec import layout_of, packed_bytes, packed_chunks, unpack
-from cartridge_forge.services.planes.memory_directory import (
-    MemoryDirectory,
-    file_of,
-    keys_in,
+from cartridge_forge.services.planes.codec import (
+    layout_of,
     missing_key,
+    packed_bytes,
+    packed_chunks,
+    unpack,
 )
 
 _counter = itertools.count()

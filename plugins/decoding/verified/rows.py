@@ -36,8 +36,8 @@ from cartridge_forge.learning.attention import (
     window_mask,
 )
 from cartridge_forge.learning.decoder import LanguageModel
-from cartridge_forge.plugins.verified.records import VerifyCall, VerifyReply, VerifyRow
-from cartridge_forge.plugins.verified.rules import (
+from cartridge_forge.plugins.decoding.verified.records import VerifyCall, VerifyReply, VerifyRow
+from cartridge_forge.plugins.decoding.verified.rules import (
     Verdict,
     verification_draws,
     verify_exact,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cartridge_forge.learning.draws import draw, uniforms
-from cartridge_forge.plugins.verified.rules import (
+from cartridge_forge.plugins.decoding.verified.rules import (
     LONGEST_BLOCK,
     Verdict,
     best_block,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cartridge_forge.learning.decode import DecodeState, generate, new_row
 from cartridge_forge.learning.teacher import document_kv
-from cartridge_forge.plugins.verified.decode import VerifiedBatch, VerifiedRow, check_draft
+from cartridge_forge.plugins.decoding.verified.decode import VerifiedBatch, VerifiedRow, check_draft
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.grammar import ResponseGrammar
 from cartridge_forge.protocols.step import (
