@@ -23,7 +23,6 @@ from cartridge_forge.actors.doc_teacher import DocTeacherActor
 from cartridge_forge.actors.generator import GeneratorActor
 from cartridge_forge.actors.trainer import TrainerActor
 from cartridge_forge.learning.model.loading import load_tokenizer
-from cartridge_forge.plugins.chat.rollouts import as_rollout
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.longhealth import (
     LongHealthPrompts,
@@ -41,6 +40,7 @@ from cartridge_forge.services.clients import (
 )
 from cartridge_forge.services.planes.open import open_plane
 from cartridge_forge.services.pool.service import Service
+from cartridge_forge.training.records import as_rollout
 
 TOP = 20  # entries of the teacher's distribution at each token
 QUESTIONS = 48  # held-out ones, asked of every version

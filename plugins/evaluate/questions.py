@@ -20,7 +20,7 @@ from typing import Any
 
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
-from cartridge_forge.plugins.chat.rollouts import hash_of, interleave, with_title
+from cartridge_forge.plugins.chat.rollouts import hash_of
 from cartridge_forge.plugins.clinic.text import (
     Patient,
     is_held_out,
@@ -54,6 +54,7 @@ from cartridge_forge.protocols.files import REPOSITORY
 from cartridge_forge.protocols.layout import CartridgeLayout
 from cartridge_forge.protocols.step import NO_DOCUMENT, SEPARATOR
 from cartridge_forge.services.run_directory import RunDirectory
+from cartridge_forge.training.records import interleave, with_title
 
 GENERAL = REPOSITORY / "configs" / "forgetting.json"
 CUE_WORDS = 3  # words of a passage that identify it

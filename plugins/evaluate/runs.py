@@ -21,7 +21,7 @@ from cartridge_forge.learning.initialization import first_of_each, parts_of
 from cartridge_forge.learning.teacher import context_ids
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
-from cartridge_forge.plugins.chat.rollouts import contexts_of, with_title
+from cartridge_forge.plugins.chat.rollouts import contexts_of
 from cartridge_forge.plugins.documents.near_duplicates import LocatedText
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.passages import (
@@ -43,6 +43,7 @@ from cartridge_forge.protocols.files import iter_rows
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.protocols.step import NO_DOCUMENT, SEPARATOR, PrefixRef
 from cartridge_forge.services.run_directory import RunDirectory
+from cartridge_forge.training.records import with_title
 
 KINDS = (
     "none", "document", "truncated", RETRIEVED, "untrained", "offline", "hybrid", "on_policy",

@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from cartridge_forge.plugins.chat.messages import AgentMessage
-from cartridge_forge.plugins.chat.rollouts import hash_of, interleave, with_title
+from cartridge_forge.plugins.chat.rollouts import hash_of
 from cartridge_forge.plugins.clinic.findings import (
     FindingsQuestion,
     all_right,
@@ -45,6 +45,7 @@ from cartridge_forge.plugins.strategies.problem import Judge, StrategyResult
 from cartridge_forge.plugins.strategies.samplers.sampler import Sampler
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.records.answers import Answer
+from cartridge_forge.training.records import interleave, with_title
 
 
 @dataclass(frozen=True)

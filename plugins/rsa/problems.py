@@ -15,7 +15,6 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
-from cartridge_forge.plugins.chat.rollouts import interleave
 from cartridge_forge.plugins.clinic.text import (
     LETTERS,
     PatientQuestion,
@@ -32,6 +31,7 @@ from cartridge_forge.plugins.episodes.task_sources.base import PRIMER, PRIMER_TE
 from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.plugins.strategies.rsa.populations import RSAProblem
 from cartridge_forge.protocols.errors import DataError
+from cartridge_forge.training.records import interleave
 
 Draw = Callable[[Sequence[int], str], Awaitable[Sequence[RSAProblem]]]
 

@@ -42,11 +42,11 @@ from statistics import fmean
 from typing import Any, get_args
 
 from benchmarks.record import benchmark
-from cartridge_forge.plugins.chat.rollouts import context_ref
 from cartridge_forge.plugins.documents.study.longhealth import LongHealthQuestion
 from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.spec.cartridge import Init
 from cartridge_forge.protocols.step import PrefixRef, composed_ref
+from cartridge_forge.training.records import context_ref
 from studies.accuracy.extraction import extraction
 from studies.accuracy.study import StudyBench, share, table_row
 

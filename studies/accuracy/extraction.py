@@ -8,7 +8,6 @@ from typing import Any
 
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.plugins.chat.messages import AgentMessage
-from cartridge_forge.plugins.chat.rollouts import with_title
 from cartridge_forge.plugins.clinic.text import sentences, structure_prompt, summarise_prompt
 from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.step import (
@@ -19,6 +18,7 @@ from cartridge_forge.protocols.step import (
     Sampling,
     stream_seed,
 )
+from cartridge_forge.training.records import with_title
 from studies.accuracy.study import RightCount, StudyBench, share, table_row
 
 

@@ -22,7 +22,6 @@ from cartridge_forge.learning.teacher import (
     score_kept,
 )
 from cartridge_forge.learning.trainer import CartridgeTrainer
-from cartridge_forge.plugins.chat.rollouts import as_rollout
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.longhealth import (
     LongHealthQuestion,
@@ -32,6 +31,7 @@ from cartridge_forge.plugins.documents.study.longhealth import (
 from cartridge_forge.plugins.statistics.intervals import wilson_interval
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, TrainBatch
+from cartridge_forge.training.records import as_rollout
 
 
 @dataclass(frozen=True)

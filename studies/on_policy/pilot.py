@@ -43,7 +43,6 @@ from cartridge_forge.learning.teacher import (
 )
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.plugins.chat.messages import AgentMessage
-from cartridge_forge.plugins.chat.rollouts import as_rollout
 from cartridge_forge.plugins.clinic.text import recite_prompt, sentences, unique_cue
 from cartridge_forge.plugins.decoding.verified.records import VerifyReply
 from cartridge_forge.plugins.decoding.verified.rows import VerifiedRows
@@ -62,7 +61,7 @@ from cartridge_forge.protocols.step import (
     TrainBatch,
     stream_seed,
 )
-from cartridge_forge.training.records import Rollout
+from cartridge_forge.training.records import Rollout, as_rollout
 from studies.cells import table
 from studies.on_policy.arms import WARM, arms_of
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from cartridge_forge.plugins.chat.messages import AgentMessage
-from cartridge_forge.plugins.chat.rollouts import hash_of, interleave, mean_nll
+from cartridge_forge.plugins.chat.rollouts import hash_of, mean_nll
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion
 from cartridge_forge.plugins.statistics.intervals import (
     AT_LEAST_ZERO,
@@ -20,6 +20,7 @@ from cartridge_forge.plugins.statistics.intervals import (
 from cartridge_forge.protocols.records.answers import Answer
 from cartridge_forge.protocols.records.run_files import Agreement, MeasuredAccuracy
 from cartridge_forge.protocols.step import Completion
+from cartridge_forge.training.records import interleave
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
-from cartridge_forge.plugins.chat.rollouts import context_ref, contexts_of, mean_nll, with_title
+from cartridge_forge.plugins.chat.rollouts import contexts_of, mean_nll
 from cartridge_forge.plugins.documents.corpus import Corpus
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.agreement import (
@@ -46,7 +46,7 @@ from cartridge_forge.protocols.step import (
     stream_seed,
 )
 from cartridge_forge.training.recipe import Route, own_cartridge
-from cartridge_forge.training.records import GenerateCall
+from cartridge_forge.training.records import GenerateCall, context_ref, with_title
 
 
 class StudyExam:

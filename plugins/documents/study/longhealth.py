@@ -26,19 +26,7 @@ from typing import Any
 
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
-from cartridge_forge.plugins.chat.rollouts import (
-    as_rollout,
-    as_rows,
-    context_ref,
-    drawn_steps,
-    hash_of,
-    interleave,
-    mean_nll,
-    score_callback,
-    with_composition,
-    with_likeliest,
-    with_title,
-)
+from cartridge_forge.plugins.chat.rollouts import drawn_steps, hash_of, mean_nll
 from cartridge_forge.plugins.clinic.patients import generate_clinic
 from cartridge_forge.plugins.clinic.text import (
     LETTERS,
@@ -100,7 +88,15 @@ from cartridge_forge.training.records import (
     Rollout,
     ScoreGroup,
     StudyPrompt,
+    as_rollout,
+    as_rows,
+    context_ref,
+    interleave,
     no_scoring,
+    score_callback,
+    with_composition,
+    with_likeliest,
+    with_title,
 )
 
 OFFLINE_CHUNK = 4  # steps of teacher-written text generated in one call

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from cartridge_forge.plugins.chat.rollouts import interleave
 from cartridge_forge.plugins.chat.special_tokens import require_text
 from cartridge_forge.plugins.clinic.text import PatientQuestion, is_held_out, option_prompt
 from cartridge_forge.plugins.documents.corpus import Corpus, corpus_of, read_parts
@@ -18,6 +17,7 @@ from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion, read_question_file
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import SEPARATOR
+from cartridge_forge.training.records import interleave
 
 
 def read_material(spec: DocumentsLearn, tokenizer: Any) -> tuple[Corpus, list[UserQuestion]]:

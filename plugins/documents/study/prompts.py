@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from cartridge_forge.plugins.chat.messages import AgentMessage
-from cartridge_forge.plugins.chat.rollouts import with_title
 from cartridge_forge.plugins.documents.corpus import context_tokens, room_beside_a_row
 from cartridge_forge.plugins.documents.retrieval import Bm25Router
 from cartridge_forge.plugins.documents.spec.data import DataSpec
@@ -22,6 +21,7 @@ from cartridge_forge.protocols.step import (
     GenerateRequest,
     Sampling,
 )
+from cartridge_forge.training.records import with_title
 
 # (the prompt's cartridge, its own contexts, its text) -> the contexts that the teacher reads
 ChooseContexts = Callable[[str, tuple[str, ...], str], tuple[str, ...]]

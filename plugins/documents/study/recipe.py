@@ -17,16 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
-from cartridge_forge.plugins.chat.rollouts import (
-    as_rollout,
-    as_rows,
-    context_ref,
-    drawn_steps,
-    score_callback,
-    with_composition,
-    with_likeliest,
-    with_title,
-)
+from cartridge_forge.plugins.chat.rollouts import drawn_steps
 from cartridge_forge.plugins.documents.corpus import Corpus
 from cartridge_forge.plugins.documents.drafts import SynthesisPlan
 from cartridge_forge.plugins.documents.near_duplicates import LocatedText, clean, overlaps
@@ -80,8 +71,15 @@ from cartridge_forge.training.records import (
     Rollout,
     ScoreGroup,
     StudyPrompt,
+    as_rollout,
+    as_rows,
+    context_ref,
     is_offline,
     no_scoring,
+    score_callback,
+    with_composition,
+    with_likeliest,
+    with_title,
 )
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
-from cartridge_forge.plugins.chat.rollouts import context_ref, mean_nll
+from cartridge_forge.plugins.chat.rollouts import mean_nll
 from cartridge_forge.plugins.chat.special_tokens import require_text
 from cartridge_forge.plugins.clinic.text import contains_words, spaced
 from cartridge_forge.plugins.documents.corpus import Corpus
@@ -28,7 +28,7 @@ from cartridge_forge.protocols.errors import CheckpointError, DataError
 from cartridge_forge.protocols.files import write_atomically
 from cartridge_forge.protocols.step import BARE, Completion, GenerateRequest, Sampling
 from cartridge_forge.services.run_directory import RunDirectory
-from cartridge_forge.training.records import GenerateCall, StudyPrompt
+from cartridge_forge.training.records import GenerateCall, StudyPrompt, context_ref
 
 NO_GAIN = "no_gain"
 

@@ -20,12 +20,6 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from cartridge_forge.plugins.chat.rollouts import (
-    context_ref,
-    with_likeliest,
-    with_prefix,
-    without_likeliest,
-)
 from cartridge_forge.plugins.decoding.verified.client import VerifyingTeacherClient
 from cartridge_forge.plugins.decoding.verified.records import VerifiedCounts, VerifyCall, VerifyRow
 from cartridge_forge.plugins.decoding.verified.rules import best_block
@@ -41,7 +35,11 @@ from cartridge_forge.training.records import (
     ScoreGroup,
     StudyPrompt,
     as_sample,
+    context_ref,
     no_scoring,
+    with_likeliest,
+    with_prefix,
+    without_likeliest,
 )
 
 Written = tuple[StudyPrompt, Completion, Sample]

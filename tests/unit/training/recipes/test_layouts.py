@@ -8,7 +8,6 @@ import pytest
 from small_run import ROOT
 
 from cartridge_forge.learning.model.loading import load_tokenizer
-from cartridge_forge.plugins.chat.rollouts import as_rollout, as_rows, with_title
 from cartridge_forge.plugins.clinic.text import Patient
 from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
 from cartridge_forge.plugins.documents.study.prompts import titles_of
@@ -16,7 +15,7 @@ from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.layout import CartridgeLayout
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.step import Completion, PrefixRef
-from cartridge_forge.training.records import rollout_from
+from cartridge_forge.training.records import as_rollout, as_rows, rollout_from, with_title
 
 MESH = str(ROOT / "meshes" / "longhealth.yaml")
 TOKENIZER = load_tokenizer(str(ROOT / "models" / "clinic-reader"))

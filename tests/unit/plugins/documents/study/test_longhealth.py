@@ -14,7 +14,6 @@ import pytest
 from rooms.training.longhealth_setup import learn, tasks
 from transformers import PreTrainedTokenizerFast
 
-from cartridge_forge.plugins.chat.rollouts import as_rollout, with_composition
 from cartridge_forge.plugins.clinic.text import Patient, option_prompt, sentence_ends
 from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
 from cartridge_forge.protocols.errors import DataError
@@ -26,7 +25,7 @@ from cartridge_forge.protocols.step import (
     Sampling,
     stream_seed,
 )
-from cartridge_forge.training.records import StudyPrompt, rollout_from
+from cartridge_forge.training.records import StudyPrompt, as_rollout, rollout_from, with_composition
 from models.pretrain.tokenizer import build_tokenizer
 
 BOS, END, USER, ASSISTANT = 1, 2, 4, 5

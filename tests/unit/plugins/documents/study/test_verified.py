@@ -21,7 +21,6 @@ from twins import NEAR, Twin, build
 
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.teacher import document_kv
-from cartridge_forge.plugins.chat.rollouts import with_likeliest
 from cartridge_forge.plugins.documents.study.verified import (
     VerifiedSampling,
     offline_text,
@@ -38,7 +37,7 @@ from cartridge_forge.protocols.step import (
     Sample,
     Sampling,
 )
-from cartridge_forge.training.records import Rollout, StudyPrompt, rollout_from
+from cartridge_forge.training.records import Rollout, StudyPrompt, rollout_from, with_likeliest
 
 END = frozenset({2})
 CARTRIDGE, DOCUMENT = PrefixRef("cartridge/a", 3), PrefixRef("document/a", 0)
