@@ -33,6 +33,6 @@ class ModelVerdict:
 
 def kept_verdict(path: str) -> ModelVerdict | None:
     """Return the verdict that is kept on a model; None where there is none, or no model."""
-    kept = optional("hooks", "kept_verdict")
-    verdict: ModelVerdict | None = None if kept is None else kept(path)
+    read = optional("hooks", "kept_verdict")
+    verdict: ModelVerdict | None = None if read is None else read(path)
     return verdict

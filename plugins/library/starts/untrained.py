@@ -118,8 +118,8 @@ def matched_padding(
 ) -> Tensor:
     """Return entries [L, 2, H_kv, P - G, D] of the document, fitted beside the cartridge `kv` by
     attention matching."""
-    whole, study = source.whole(), study_prompts(source, start.seed)
-    return attention_added(model, source.ids, whole, kv, start.tokens - kv.shape[3], study)
+    text_kv, study = source.whole(), study_prompts(source, start.seed)
+    return attention_added(model, source.ids, text_kv, kv, start.tokens - kv.shape[3], study)
 
 
 PADS: Mapping[str, Callable[[LanguageModel, InitSource, CartridgeInit, Tensor], Tensor]] = {
