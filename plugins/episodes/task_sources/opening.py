@@ -7,6 +7,7 @@ from typing import Any
 from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
 from cartridge_forge.plugins.episodes.task_sources.base import TaskSource
+from cartridge_forge.plugins.episodes.task_sources.handbook import HandbookTasks, require_fit
 from cartridge_forge.services.run_directory import RunDirectory
 
 
@@ -33,6 +34,20 @@ def open_tasks(learn: EpisodesLearn, tokenizer: Any, directory: RunDirectory | N
         from cartridge_forge.plugins.episodes.task_sources.environment import DeskTasks
 
         return DeskTasks(learn)
+    if learn.data.source == "handbook":
+        return open_handbooks(learn, tokenizer)
     from cartridge_forge.plugins.episodes.task_sources.environment import EnvironmentTasks
 
     return EnvironmentTasks(learn)
+
+
+def open_handbooks(learn: EpisodesLearn, tokenizer: Any) -> HandbookTasks:
+    """Return the tasks of a spec's handbooks. Raises as `read_handbooks` does, and DataError for
+    texts that a cartridge cannot stand for and tasks that do not fit."""
+    from cartridge_forge.plugins.documents.rows.checks import require_lengths
+    from cartridge_forge.plugins.episodes.handbooks.reading import read_handbooks
+
+    tasks = HandbookTasks(read_handbooks(learn), learn.train.seed)
+    require_lengths(learn, tasks.texts, tokenizer)
+    require_fit(learn, tasks, tokenizer)
+    return tasks
