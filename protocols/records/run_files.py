@@ -209,8 +209,9 @@ class MeasuredAccuracy(TypedDict):
     `{"accuracy": 0.88, "ci95": [0.828, 0.918], "n": 200, "parse_failures": 1}`. With `populations`
     the accuracy is that of the last population, and parse failures count its candidates. With
     `agreement` alone the accuracy is the share of tokens in it; with `f1` too, it is that of a
-    user's own questions. `reward`, `reward_ci95` and `rules` are those of `EpisodeMeans`. Episodes that an
-    environment or a reward failed to judge are `not_judged`, with `why_not`, and not among the n.
+    user's own questions. `reward`, `reward_ci95` and `rules` are those of
+    `EpisodeMeans`. Episodes that an environment or a reward failed to judge are `not_judged`, with
+    `why_not`, and not among the n.
     """
 
     accuracy: float

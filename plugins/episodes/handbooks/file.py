@@ -185,6 +185,11 @@ class TaskSpec(SpecSection):
                 )
         return value
 
+    @property
+    def words(self) -> tuple[tuple[SourceRole, str], ...]:
+        """Return all that the model reads, by role and text."""
+        return tuple(turn.message for turn in self.turns)
+
 
 class HandbookFile(SpecSection):
     """Configure a handbook."""
@@ -230,48 +235,47 @@ class HandbookFile(SpecSection):
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
-        texts = [key for key in ("text", "text_file", "package") if getattr(self, key) is not None]
-        if len(texts) != 1:
+        given = [key for key in ("text", "text_file", "package") if getattr(self, key) is not None]
+        if len(given) != 1:
             raise broken(
-                f"must have one of text, text_file and package ({', '.join(texts) or 'none'} given)",
-                "give the text with the rules once",
-            )
-        known, governing = {rule.id: rule.check for rule in self.rules}, set[str]()
-        trained = {
-            tuple(turn.message for turn in task.turns): n for n, task in enumerate(self.train)
-        }
+                f"must have one of text, text_file and package (got {', '.join(given) or 'none'})",
+                "give the text with the rules once", key="text", got=given,
+            )  # fmt: skip
         for side in ("train", "held_out"):
             for number, task in enumerate(getattr(self, side)):
-                place = f"{side}.{number}"
-                for at, turn in enumerate(task.turns):
-                    used = turn.rules if turn.rules is not None else task.rules
-                    for name in self.rule_ids(task, turn):
-                        key = f"{place}.turns.{at}"
-                        if name not in known:
-                            raise broken(
-                                f"must name rules of this handbook ({', '.join(known)})",
-                                f"correct {name}", key=key, got=list(used or ()),
-                            )  # fmt: skip
-                        if known[name].kind == "expected" and turn.expected is None:
-                            raise broken(
-                                f"must have expected, which the rule {name} compares with",
-                                f"add it, or leave {name} out of the turn's rules",
-                                key=key, got=turn.message[1],
-                            )  # fmt: skip
-                        if side == "held_out":
-                            governing.add(name)
-                same = trained.get(tuple(turn.message for turn in task.turns))
-                if side == "held_out" and same is not None:
-                    raise broken(
-                        f"must be no training task: it is train[{same}] word for word",
-                        "change one of the two", key=place, got=task.turns[0].message[1],
-                    )  # fmt: skip
-        if unused := sorted(known.keys() - governing):
+                self._check_rules(task, f"{side}.{number}")
+        trained = {task.words: number for number, task in enumerate(self.train)}
+        for number, task in enumerate(self.held_out):
+            if (same := trained.get(task.words)) is not None:
+                raise broken(
+                    f"must be no training task: it is train[{same}] word for word",
+                    "change one of the two", key=f"held_out.{number}", got=task.words[0][1],
+                )  # fmt: skip
+        turns = ((task, turn) for task in self.held_out for turn in task.turns)
+        governing = {name for task, turn in turns for name in self.rule_ids(task, turn)}
+        if unused := [rule.id for rule in self.rules if rule.id not in governing]:
             raise broken(
-                f"must each govern a held-out task: {', '.join(unused)} govern none",
+                f"must each govern a held-out task, and {', '.join(unused)} govern none",
                 "add a task, or remove the rule", key="rules", got=unused,
             )  # fmt: skip
         return self
+
+    def _check_rules(self, task: TaskSpec, place: str) -> None:
+        known = {rule.id: rule.check for rule in self.rules}
+        for at, turn in enumerate(task.turns):
+            key, names = f"{place}.turns.{at}", self.rule_ids(task, turn)
+            if strange := [name for name in names if name not in known]:
+                raise broken(
+                    f"must name rules of this handbook ({', '.join(known)})",
+                    f"correct {strange[0]}", key=key, got=list(names),
+                )  # fmt: skip
+            asking = [name for name in names if known[name].kind == "expected"]
+            if asking and turn.expected is None:
+                raise broken(
+                    f"must have expected, which the rule {asking[0]} compares with",
+                    f"add it, or leave {asking[0]} out of the turn's rules",
+                    key=key, got=turn.message[1],
+                )  # fmt: skip
 
     def rule_ids(self, task: TaskSpec, turn: TurnSpec) -> tuple[str, ...]:
         """Return the rules that govern a turn of a task."""

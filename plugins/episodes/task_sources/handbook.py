@@ -8,6 +8,8 @@ records as rewards do, each by its name.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -40,7 +42,7 @@ FUNCTION_S = 600.0  # of all episodes of a call that a handbook's function judge
 
 class HandbookTasks:
     """Draw the tasks of handbooks, which take turns, each in a shuffled order of its own that
-    `seed` decides and that begins again at its end."""
+    `seed` decides and that begins again at its end. `held_out` tasks are those of each in turn."""
 
     hints: Mapping[str, str] = {}
 
@@ -54,12 +56,12 @@ class HandbookTasks:
             tasks = tasks_of(book, "train")
             random.Random(f"handbook/{seed}/{book.name}").shuffle(tasks)
             self._training[book.name] = tasks
-        self._held_out = interleave([tasks_of(book, "held_out") for book in handbooks])
-        self.exams: int | None = len(self._held_out)
+        self.held_out = interleave([tasks_of(book, "held_out") for book in handbooks])
+        self.exams: int | None = len(self.held_out)
 
     def task(self, name: str, turn: int, stream: str, held_out: bool) -> Task:
         if held_out:
-            task = self._held_out[turn % len(self._held_out)]
+            task = self.held_out[turn % len(self.held_out)]
         else:
             lap, place = divmod(turn, len(self.order))
             tasks = self._training[self.order[place]]
@@ -68,6 +70,21 @@ class HandbookTasks:
 
     def answer(self, text: str) -> str | None:
         return text.strip() or None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what identifies the handbooks, for a run's record."""
+        whole = [
+            [book.name, book.text, book.file.model_dump(mode="json", exclude={"text_file"})]
+            for book in self.handbooks.values()
+        ]
+        return {
+            "source": ", ".join(book.place for book in self.handbooks.values()),
+            "training": sum(map(len, self._training.values())),
+            "held_out": len(self.held_out),
+            "documents": len(self.handbooks),
+            "sha256": hashlib.sha256(json.dumps(whole).encode()).hexdigest(),
+        }
 
 
 def tasks_of(book: Handbook, side: str) -> list[Task]:
@@ -88,6 +105,12 @@ def tasks_of(book: Handbook, side: str) -> list[Task]:
         )
         for number, spec in enumerate(specs)
     ]
+
+
+def first_message(task: Task) -> str:
+    """Return what the user says first."""
+    text: str = task.arguments[SCRIPT][0][1]
+    return text
 
 
 class RuleRewards(EpisodeRewards):

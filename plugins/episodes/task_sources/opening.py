@@ -12,8 +12,10 @@ from cartridge_forge.services.run_directory import RunDirectory
 
 
 def open_tasks(learn: EpisodesLearn, tokenizer: Any, directory: RunDirectory | None) -> TaskSource:
-    """Return the tasks of episodes. Rows are noted in the run's `directory`: raises CheckpointError
-    for others than those that it began with."""
+    """Return the tasks of episodes. Rows and handbooks are noted in the run's `directory`: raises
+    CheckpointError for others than those that it began with."""
+    from cartridge_forge.plugins.documents.rows.checks import note_data
+
     if learn.data.source in ROW_SOURCES:
         from cartridge_forge.plugins.documents.rows.checks import (
             note_rows,
@@ -35,7 +37,10 @@ def open_tasks(learn: EpisodesLearn, tokenizer: Any, directory: RunDirectory | N
 
         return DeskTasks(learn)
     if learn.data.source == "handbook":
-        return open_handbooks(learn, tokenizer)
+        handbooks = open_handbooks(learn, tokenizer)
+        if directory is not None:
+            note_data(handbooks.facts, directory)
+        return handbooks
     from cartridge_forge.plugins.episodes.task_sources.environment import EnvironmentTasks
 
     return EnvironmentTasks(learn)
