@@ -221,19 +221,20 @@ def print_results(console: Console, results: Mapping[str, Any], run_path: Path) 
 def rules_table(arms: Mapping[str, Any]) -> TableSection | None:
     """Return the share of held-out tasks that obey each rule of a handbook, by arm and the tasks'
     number of turns; None where no arm has rules."""
-    measured = {name: arm["rules"] for name, arm in arms.items() if arm and arm.get("rules")}
+    order = {name: arms.get(name) or {} for name in dict.fromkeys((*ARMS, *arms))}
+    measured = {name: arm["rules"] for name, arm in order.items() if arm.get("rules")}
     keys = dict.fromkeys(
-        (rule, turns) for rules in measured.values() for rule in rules for turns in rules[rule]
+        (rule, turns) for shares in measured.values() for rule in shares for turns in shares[rule]
     )
     if not keys:
         return None
-    order = list(dict.fromkeys(rule for rule, _ in keys))
+    rules = list(dict.fromkeys(rule for rule, _ in keys))
     rows = []
-    for rule, turns in sorted(keys, key=lambda key: (order.index(key[0]), int(key[1]))):
-        cells = [rules.get(rule, {}).get(turns) for rules in measured.values()]
+    for rule, turns in sorted(keys, key=lambda key: (rules.index(key[0]), int(key[1]))):
+        cells = [shares.get(rule, {}).get(turns) for shares in measured.values()]
         judged = max(cell["n"] for cell in cells if cell is not None)
-        shares = (percent(None if cell is None else cell["obeyed"]) for cell in cells)
-        rows.append((rule, turns, str(judged), *shares))
+        texts = (percent(None if cell is None else cell["obeyed"]) for cell in cells)
+        rows.append((rule, turns, str(judged), *texts))
     return TableSection("Obedience by rule", ("rule", "turns", "n", *measured), tuple(rows))
 
 

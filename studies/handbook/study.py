@@ -27,11 +27,8 @@ from cartridge_forge.services.run_directory import RunDirectory
 
 SWEEP = Path(__file__).with_name("sweep.yaml")
 RULES = ("all", "department")  # the outcomes: every rule, and the one that needs the handbook
-COMPARED = (
-    ("verified", "offline"),
-    ("plain on policy", "offline"),
-    ("verified", "plain on policy"),
-)
+PLAIN = "plain on policy"
+COMPARED = (("verified", "offline"), (PLAIN, "offline"), ("verified", PLAIN))
 Shares = Mapping[str, Mapping[str, Mapping[str, float]]]  # arm -> rule -> turns -> share
 
 

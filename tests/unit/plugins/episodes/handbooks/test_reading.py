@@ -89,24 +89,26 @@ def test_a_text_within_a_package_is_read_and_the_package_is_not_imported(
          "you mean ends_with?"),
         ("sentences: 2", "sentences: 0", "sentences must be >= 1: got 0 at {}:4"),
         ("{sentences: 2}", "{sentences: 2, words: 9}", "must name one check (sentences, words given"
-         "): got {{sentences: 2, words: 9}} at {}:4"),
+         "): got a mapping at {}:4"),
         ("{sentences: 2}", '{matches: "("}', "must be a regular expression"),
-        ("{sentences: 2}", "{python: polite}", "must be package.module:function: got polite at "
+        ("{sentences: 2}", "{python: polite}", "must be package.module:function: got 'polite' at "
          "{}:4"),
         ("{sentences: 2}", "{calls_before: [a]}", "must name two different tools: got"),
         ("id: short", "id: closing", "must have names of their own"),
-        ("id: short", "id: all", "must not be all, the name of all rules together: got all at {}:4"),
+        ("id: short", "id: all", "must not be all, the name of all rules together: got 'all' at "
+         "{}:4"),
         ("rules: [short]", "rules: [brief]", "must name rules of this handbook (closing, short): "
          "got [brief] at {}:6 (train[0].turns[1]); correct brief"),
         ('user: "And', 'tool: "And', None),
         ('["May I pay by card?", {user', '[{tool: "x"}, {user', "must begin each conversation with "
          "the user (turn 0 is a tool's)"),
-        ('{user: "And by cheque?"', '{user: "a", tool: "b"', "must have user or tool, and not both"),
+        ('{user: "And by cheque?"', '{user: "a", tool: "b"', "must have user or tool, and not "
+         "both"),
         ("held_out:\n  - turns: [\"Where may I park?\"]", "held_out: []", "must hold at least one "
          "item"),
         ("held_out:\n", "held_outs:\n", "held_out must be given: missing at {}"),
         ("Where may I park?\"]", "May I pay by card?\", \"And by cheque?\"]", "must be no training "
-         "task: it is train[0] word for word: got May I pay by card? at {}:8 (held_out[0])"),
+         "task: it is train[0] word for word: got 'May I pay by card?' at {}:8 (held_out[0])"),
         ("Where may I park?\"]", "Where may I park?\"]\n    rules: [short]", "must each govern a "
          "held-out task, and closing govern none: got [closing] at {}:2 (rules)"),
         ("{sentences: 2}", "{expected: equals}", "must have expected, which the rule short compares"
@@ -135,9 +137,9 @@ def test_bad_files_are_refused_with_place_and_remedy(
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "no.yaml", tmp_path):
-        with pytest.raises(DataError, match="data.path names a YAML or JSON file, or a folder"):
+        with pytest.raises(DataError, match=r"data\.path names a YAML or JSON file, or a folder"):
             read_handbook(path)
-    with pytest.raises(DataError, match="must end with .yaml, .yml, .json"):
+    with pytest.raises(DataError, match=r"must end with \.yaml, \.yml, \.json"):
         read_handbook(written(tmp_path, name="desk.txt"))
 
 
@@ -156,16 +158,16 @@ def test_several_handbooks_are_named_apart_and_call_alike(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("sets", "told"),
     [
-        (("data.path=a.yaml:b.yaml", "data.facts=null"), "data.patients must be 2"),
+        (("data.path=a.yaml:b.yaml", "data.facts=null"), "patients must be 2"),
         (("data.path=a.yaml",), "facts must be left out with data.source handbook"),
         (("data.facts=null",), "facts must be given with data.source handbook"),
         (("episodes.cases=2",), "cases must be 1 but at desks"),
-        (("episodes=null",), "data.source must be desk, environment, handbook or rows"),
-        (("objective.w_rl=1",), "rollout.verify must be null with objective.w_rl"),
-        (("rollout.until_refused=0.05",), "rollout.until_refused must be null"),
-        (("train.mix={verified: 0.5, plain: 0.5}",), "train.mix must be null"),
-        (("train.staleness=1",), "rollout.verify must be null with train.staleness"),
-        (("objective.w_doc=0", "objective.w_rl=1"), "rollout.verify must be null without"),
+        (("episodes=null",), "source must be desk, environment, handbook or rows"),
+        (("objective.w_rl=1",), "verify must be null with objective.w_rl"),
+        (("rollout.until_refused=0.05",), "until_refused must be null"),
+        (("train.mix={verified: 0.5, plain: 0.5}",), "mix must be null"),
+        (("train.staleness=1",), "verify must be null with train.staleness"),
+        (("objective.w_doc=0", "objective.w_rl=1"), "verify must be null without"),
     ],
 )
 def test_specs_that_do_not_fit_handbooks_are_refused(sets: tuple[str, ...], told: str) -> None:

@@ -41,7 +41,9 @@ train:
   - {{id: three, rules: [closing, short], turns: ["what is the ecg?"]}}
 held_out:
   - turns: ["what is the surgeon?"]
-  - turns: [{{user: "what is the nurse?", rules: [short]}}, {{tool: "note 3.", rules: [short, closing]}}]
+  - turns:
+      - {{user: "what is the nurse?", rules: [short]}}
+      - {{tool: "note 3.", rules: [short, closing]}}
 """
 MANNERS = """\
 def polite(completion, task, messages):
