@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any, cast
 
 import pytest
-import torch
 from rooms.training.verified_room import Room
 
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.plugins.clinic.desk import draw_desk
 from cartridge_forge.plugins.documents.study.verified import opened
 from cartridge_forge.plugins.episodes.environments.episode_files import from_row, to_row
 from cartridge_forge.plugins.episodes.environments.rollout import (
@@ -36,8 +36,8 @@ CARTRIDGE, DOCUMENT = PrefixRef("cartridge/desk_01", 3), PrefixRef("document/des
 
 
 class Desk:
-    """Four-turn tasks of a handbook, with a student that is often wrong: the handbook's keys and
-    values with noise."""
+    """Four-turn tasks of a handbook, with a student that knows another desk's: its departments are
+    often wrong."""
 
     def __init__(self, verify: dict[str, Any]) -> None:
         sets = (f"rollout.verify={verify}",)
@@ -47,9 +47,11 @@ class Desk:
         self.conversation = ChatRenderer(tokenizer, source.texts)
         self.tasks = [source.task(f"on_policy/1/{i}", i, "", held_out=True) for i in (1, 4)]
         model = load_model(self.learn.model.path, "float32")
-        document = document_kv(model, self.conversation.head("desk_01"))
-        noise = torch.randn(document.shape, generator=torch.Generator().manual_seed(1))
-        prefixes = {CARTRIDGE: document + 0.6 * noise, DOCUMENT: document}
+        other = ChatRenderer(tokenizer, {"other": draw_desk(0, 2, 24).document})
+        prefixes = {
+            CARTRIDGE: document_kv(model, other.head("other")),
+            DOCUMENT: document_kv(model, self.conversation.head("desk_01")),
+        }
         self.room = Room(model, prefixes, DOCUMENT, self.conversation.end_ids)
         sampling = opened(self.learn, cast("Any", self.room), self.conversation.end_ids)
         assert sampling is not None
@@ -88,10 +90,7 @@ def test_the_teachers_tokens_are_named_in_samples_and_files(rule: str) -> None:
     desk = Desk({"rule": rule, "block": 3})
     episodes = desk.play(desk.turns, over_cartridge(3), 1.0)
     facts = desk.turns.counts.facts
-    assert facts["judged"] == facts["accepted"] + sum(
-        len(t.taught) for e in episodes for t in e.turns
-    ) - _beyond_blocks(rule, facts, episodes)
-    assert any(turn.taught for e in episodes for turn in e.turns)
+    assert facts["taught"] == sum(len(t.taught) for e in episodes for t in e.turns) > 0
     for e in episodes:
         assert from_row(to_row(e, "on_policy", 1)) == e
         assert all(set(turn.versions) == {3} for turn in e.turns)
@@ -108,10 +107,3 @@ def test_the_teachers_tokens_are_named_in_samples_and_files(rule: str) -> None:
         assert sample.verified is bool(taught_ids)
         for i, turn in turns:
             assert of_turns[f"{branch.episode.task.id}/{i}"].taught == turn.taught
-
-
-def _beyond_blocks(rule: str, facts: Any, episodes: list[Episode]) -> int:
-    """Return how many of the teacher's tokens follow a block that was accepted whole: with the
-    rule exact it draws one more there."""
-    taught = sum(len(t.taught) for e in episodes for t in e.turns)
-    return 0 if rule == "threshold" else int(taught - (facts["judged"] - facts["accepted"]))
