@@ -29,7 +29,7 @@ def require_handbooks(learn: RsaLearn) -> list[Handbook]:
             try:
                 worker.require(COLUMNS)
             except DataError as error:
-                raise DataError(f"{book.place}: the rule {reward.title}: {error}") from None
+                raise DataError(f"{book.origin}: the rule {reward.title}: {error}") from None
             finally:
                 worker.end()
     if (tokenizer := tokenizer_at(learn.model.path)) is not None:
@@ -45,7 +45,7 @@ def sections(learn: RsaLearn) -> list[TableSection]:
     tables = []
     for book in require_handbooks(learn):
         rows = [
-            ("read from", book.place),
+            ("read from", book.origin),
             *([("source", book.file.source)] if book.file.source else []),
             ("text", f"{len(book.text):,} characters"),
             ("rules", f"{len(book.file.rules)}, checked by functions"),

@@ -43,15 +43,15 @@ def desk_handbook(seed: int, number: int, fields: int) -> dict[str, Any]:
     used = set[tuple[str, ...]]()  # what was asked: no two tasks ask the same
 
     def tasks(side: str, count: int) -> list[dict[str, Any]]:
-        order, made = rng.sample(desk.handbook, fields), list[dict[str, Any]]()
+        order, entries = rng.sample(desk.handbook, fields), list[dict[str, Any]]()
         for n in range(count):
             for turns in TURNS:
                 cases = _cases(order[n % fields], desk.handbook, turns, rng)
                 task = _task(f"{side}/{turns}/{n}", cases, turns)
                 if (words := _words(task)) not in used:
                     used.add(words)
-                    made.append(task)
-        return made
+                    entries.append(task)
+        return entries
 
     held_out = tasks("held_out", HELD_OUT_TASKS)
     return {
@@ -65,8 +65,8 @@ def _cases(
     first: tuple[str, str], handbook: Sequence[tuple[str, str]], turns: int, rng: random.Random
 ) -> list[DeskCase]:
     """Return the cases of a task, about distinct fields where there are as many."""
-    count, others = -(-turns // CALLS), [entry for entry in handbook if entry != first]
-    more = rng.sample(others, min(count - 1, len(others)))
+    count, other_entries = -(-turns // CALLS), [entry for entry in handbook if entry != first]
+    more = rng.sample(other_entries, min(count - 1, len(other_entries)))
     more += [rng.choice(handbook) for _ in range(count - 1 - len(more))]
     return [case_of(field, department, rng) for field, department in (first, *more)]
 

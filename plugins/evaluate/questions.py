@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,12 @@ GENERAL = REPOSITORY / "configs" / "forgetting.json"
 TEXTS = ("documents", "handbook")  # sources whose texts are no charts
 CUE_WORDS = 3  # words of a passage that identify it
 WORD_START = re.compile(r"\S")
+
+
+Reader = Callable[
+    [DocumentsLearn, RunDirectory, Any],
+    "tuple[EvalSubjects, list[tuple[UserQuestion, str]] | None]",
+]
 
 
 @dataclass(frozen=True)
@@ -167,17 +174,16 @@ def set_paper(
 
     Raises DataError for data that changed since the run, or without any question.
     """
-    if learn.data.source == "documents":
-        about, own = _documents(learn, directory, tokenizer, asked)
-    elif learn.data.source == "handbook":
-        about, own = _handbooks(learn, directory, tokenizer)
-    elif learn.data.source in ("clinic", "longhealth"):
-        about, own = _patients(learn, directory, tokenizer)
-    else:
+    readers: Mapping[str, Reader] = {
+        "documents": partial(_documents, asked=asked), "handbook": _handbooks,
+        "clinic": _patients, "longhealth": _patients,
+    }  # fmt: skip
+    if learn.data.source not in readers:
         raise DataError(
             f"run {directory.id} has no questions about documents (data.source "
             f"{learn.data.source}); forge eval is for clinic, longhealth, documents and handbook"
         )
+    about, own = readers[learn.data.source](learn, directory, tokenizer)
     source, file = "held-out questions", asked or learn.data.questions
     notes: tuple[str, ...] = ()
     known = own is None or bool(own and (own[0][0].answers or own[0][0].choice))
@@ -335,11 +341,10 @@ def _handbooks(
         hashes={name: hash_of(text) for name, text in tasks.texts.items()},
     )
     openings = dict.fromkeys((task.document, first_message(task)) for task in tasks.held_out)
-    own = [
+    return about, [
         (UserQuestion(f"{name}/{number}", name, text), name)
         for number, (name, text) in enumerate(openings)
     ]
-    return about, own
 
 
 def require_same_documents(now: Sequence[Mapping[str, Any]], directory: RunDirectory) -> None:

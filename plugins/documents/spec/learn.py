@@ -111,9 +111,9 @@ class DocumentsLearn(LearnSpec):
             ("train.mix", mix is not None),
         ):
             turns_verified = key == "rollout.verify" and self.recipe == "episodes"
-            alone = self.learns_from_rewards and not turns_verified
+            is_refused = self.learns_from_rewards and not turns_verified
             yield (
-                is_set and (alone or not self.objective.w_doc),
+                is_set and (is_refused or not self.objective.w_doc),
                 f"{key} must be null without objective.w_doc, and with rsa"
                 + (", whose candidates" if key == "rollout.verify" else " or episodes, whose turns")
                 + " the student writes alone",

@@ -88,8 +88,8 @@ class CheckSpec(SpecSection):
 
     @model_validator(mode="after")
     def _is_one_check(self) -> Self:
-        if len(self.given) != 1:
-            got = ", ".join(self.given) or "none"
+        if len(self.check_names) != 1:
+            got = ", ".join(self.check_names) or "none"
             raise broken(
                 f"must name one check ({got} given)",
                 f"name one of {', '.join(type(self).model_fields)}; two checks are two rules",
@@ -97,14 +97,14 @@ class CheckSpec(SpecSection):
         return self
 
     @property
-    def given(self) -> list[str]:
+    def check_names(self) -> list[str]:
         """Return the names of the checks that are given."""
         return [name for name in type(self).model_fields if getattr(self, name) is not None]
 
     @property
     def kind(self) -> str:
         """Return the name of the check."""
-        return self.given[0]
+        return self.check_names[0]
 
     def __str__(self) -> str:
         value = getattr(self, self.kind)
@@ -235,20 +235,23 @@ class HandbookFile(SpecSection):
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
-        given = [key for key in ("text", "text_file", "package") if getattr(self, key) is not None]
-        if len(given) != 1:
+        text_keys = [
+            key for key in ("text", "text_file", "package") if getattr(self, key) is not None
+        ]
+        if len(text_keys) != 1:
             raise broken(
-                f"must have one of text, text_file and package (got {', '.join(given) or 'none'})",
-                "give the text with the rules once", key="text", got=given,
+                "must have one of text, text_file and package (got "
+                f"{', '.join(text_keys) or 'none'})",
+                "give the text with the rules once", key="text", got=text_keys,
             )  # fmt: skip
         for side in ("train", "held_out"):
             for number, task in enumerate(getattr(self, side)):
                 self._check_rules(task, f"{side}.{number}")
         trained = {task.words: number for number, task in enumerate(self.train)}
         for number, task in enumerate(self.held_out):
-            if (same := trained.get(task.words)) is not None:
+            if (trained_number := trained.get(task.words)) is not None:
                 raise broken(
-                    f"must be no training task: it is train[{same}] word for word",
+                    f"must be no training task: it is train[{trained_number}] word for word",
                     "change one of the two", key=f"held_out.{number}", got=task.words[0][1],
                 )  # fmt: skip
         turns = ((task, turn) for task in self.held_out for turn in task.turns)
@@ -260,16 +263,16 @@ class HandbookFile(SpecSection):
             )  # fmt: skip
         return self
 
-    def _check_rules(self, task: TaskSpec, place: str) -> None:
-        known = {rule.id: rule.check for rule in self.rules}
+    def _check_rules(self, task: TaskSpec, task_key: str) -> None:
+        checks = {rule.id: rule.check for rule in self.rules}
         for at, turn in enumerate(task.turns):
-            key, names = f"{place}.turns.{at}", self.rule_ids(task, turn)
-            if strange := [name for name in names if name not in known]:
+            key, names = f"{task_key}.turns.{at}", self.rule_ids(task, turn)
+            if strange := [name for name in names if name not in checks]:
                 raise broken(
-                    f"must name rules of this handbook ({', '.join(known)})",
+                    f"must name rules of this handbook ({', '.join(checks)})",
                     f"correct {strange[0]}", key=key, got=list(names),
                 )  # fmt: skip
-            asking = [name for name in names if known[name].kind == "expected"]
+            asking = [name for name in names if checks[name].kind == "expected"]
             if asking and turn.expected is None:
                 raise broken(
                     f"must have expected, which the rule {asking[0]} compares with",
@@ -280,5 +283,5 @@ class HandbookFile(SpecSection):
     def rule_ids(self, task: TaskSpec, turn: TurnSpec) -> tuple[str, ...]:
         """Return the rules that govern a turn of a task."""
         every = tuple(rule.id for rule in self.rules)
-        given = turn.rules if turn.rules is not None else task.rules
-        return every if given is None else given
+        names = turn.rules if turn.rules is not None else task.rules
+        return every if names is None else names

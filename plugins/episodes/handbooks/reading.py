@@ -21,14 +21,14 @@ SUFFIXES = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True)
 class Handbook:
-    """Hold a handbook with its `text`. Functions of its checks are imported from `folder`; `place`
+    """Hold a handbook with its `text`. Functions of its checks are imported from `folder`; `origin`
     is where it was read."""
 
     name: str
     text: str
     file: HandbookFile
     folder: str
-    place: str
+    origin: str
 
 
 def read_handbooks(learn: EpisodesLearn) -> list[Handbook]:
@@ -46,7 +46,7 @@ def read_handbooks(learn: EpisodesLearn) -> list[Handbook]:
         handbooks = [read_handbook(Path(path)) for path in data.path.split(os.pathsep)]
     if twice := repeated([book.name for book in handbooks]):
         raise DataError(f"two handbooks have the name {twice}; give one another name")
-    forms = {book.file.calls: book.place for book in handbooks}
+    forms = {book.file.calls: book.origin for book in handbooks}
     if len(forms) > 1:
         raise DataError(
             f"the handbooks of a run must have the same calls: {forms['json']} has json and "
@@ -82,19 +82,19 @@ def _generated(seed: int, number: int, fields: int) -> Handbook:
 
 def _text_of(spec: HandbookFile, file: Path) -> str:
     if spec.text is not None:
-        text, place, written = spec.text, file, "text"
+        text, text_path, key = spec.text, file, "text"
     else:
-        place = Path(spec.text_file) if spec.text_file is not None else _in_package(spec, file)
-        written = "text_file" if spec.text_file is not None else "package"
+        text_path = Path(spec.text_file) if spec.text_file else _in_package(spec, file)
+        key = "text_file" if spec.text_file is not None else "package"
         try:
-            text = place.read_text(encoding="utf-8-sig")
+            text = text_path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(
-                f"{file}: {written}: {place} cannot be read: {error}; name a text file in UTF-8"
+                f"{file}: {key}: {text_path} cannot be read: {error}; name a text file in UTF-8"
             ) from error
     text = text.strip()
     if not text:
-        raise DataError(f"{file}: {written}: {place} has no text; write the rules into it")
+        raise DataError(f"{file}: {key}: {text_path} has no text; write the rules into it")
     return text
 
 
@@ -102,8 +102,8 @@ def _in_package(spec: HandbookFile, file: Path) -> Path:
     """Return the path of a package's file. The package is found and not imported."""
     package, _, inside = (spec.package or "").partition("/")
     top, *below = package.split(".")
-    found = importlib.util.find_spec(top)
-    folders: Sequence[str] = () if found is None else (found.submodule_search_locations or ())
+    module = importlib.util.find_spec(top)
+    folders: Sequence[str] = () if module is None else (module.submodule_search_locations or ())
     if not folders:
         raise DataError(
             f"{file}: package: {top} is no installed package; run `pip install {top}`, which has "

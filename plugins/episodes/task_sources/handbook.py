@@ -63,8 +63,8 @@ class HandbookTasks:
         if held_out:
             task = self.held_out[turn % len(self.held_out)]
         else:
-            lap, place = divmod(turn, len(self.order))
-            tasks = self._training[self.order[place]]
+            lap, number = divmod(turn, len(self.order))
+            tasks = self._training[self.order[number]]
             task = tasks[lap % len(tasks)]
         return replace(task, id=name)
 
@@ -74,16 +74,16 @@ class HandbookTasks:
     @property
     def facts(self) -> dict[str, Any]:
         """Return what identifies the handbooks, for a run's record."""
-        whole = [
+        contents = [
             [book.name, book.text, book.file.model_dump(mode="json", exclude={"text_file"})]
             for book in self.handbooks.values()
         ]
         return {
-            "source": ", ".join(book.place for book in self.handbooks.values()),
+            "source": ", ".join(book.origin for book in self.handbooks.values()),
             "training": sum(map(len, self._training.values())),
             "held_out": len(self.held_out),
             "documents": len(self.handbooks),
-            "sha256": hashlib.sha256(json.dumps(whole).encode()).hexdigest(),
+            "sha256": hashlib.sha256(json.dumps(contents).encode()).hexdigest(),
         }
 
 
@@ -130,9 +130,9 @@ class RuleRewards(EpisodeRewards):
             name: RewardWorkers(functions_of(book)) for name, book in source.handbooks.items()
         }
         names = {rule for checks in self._checks.values() for rule in checks}
-        if taken := sorted(names & {reward.title for reward in spec.reward}):
+        if conflicts := sorted(names & {reward.title for reward in spec.reward}):
             raise DataError(
-                f"reward {taken[0]} has the name of a handbook's rule; give one another name"
+                f"reward {conflicts[0]} has the name of a handbook's rule; give one another name"
             )
 
     async def judge(self, episodes: Sequence[Episode]) -> list[Episode]:
@@ -146,7 +146,7 @@ class RuleRewards(EpisodeRewards):
         ]
 
     async def _by_rules(self, episodes: Sequence[Episode]) -> list[Episode]:
-        found: list[Episode] = list(episodes)
+        judged: list[Episode] = list(episodes)
         for name, checks in self._checks.items():
             where = [
                 i for i, e in enumerate(episodes) if e.task.document == name and can_be_judged(e)
@@ -155,10 +155,10 @@ class RuleRewards(EpisodeRewards):
             if where and any(check.kind == "python" for check in checks.values()):
                 views = [view_of(episodes[i]) for i in where]
                 of_functions = await self._functions[name].outcomes(views, FUNCTION_S)
-            for i, own in zip(where, of_functions, strict=True):
-                outcomes = outcomes_of(episodes[i], checks, self._source.dialect, own)
-                found[i] = with_outcomes(episodes[i], outcomes)
-        return found
+            for i, by_function in zip(where, of_functions, strict=True):
+                outcomes = outcomes_of(episodes[i], checks, self._source.dialect, by_function)
+                judged[i] = with_outcomes(episodes[i], outcomes)
+        return judged
 
     def means(self, episodes: Sequence[Episode]) -> EpisodeMeans:
         """Return the mean reward with its interval, and the share that obeys each rule."""
@@ -218,9 +218,9 @@ def outcomes_of(
         if rule not in governed:
             continue
         if check.kind == "python":
-            given = by_function[rule]
-            value = None if given.value is None else float(given.value >= 1.0)
-            outcomes[rule] = replace(given, value=value)
+            outcome = by_function[rule]
+            value = None if outcome.value is None else float(outcome.value >= 1.0)
+            outcomes[rule] = replace(outcome, value=value)
             continue
         try:
             outcomes[rule] = RewardOutcome(float(obeys(check, governed[rule], dialect)))
@@ -281,29 +281,29 @@ def require_fit(learn: EpisodesLearn, source: HandbookTasks, tokenizer: Any) -> 
             turns = len(task.arguments[SCRIPT])
             if turns > learn.episodes.max_turns:
                 raise DataError(
-                    f"{book.place}: the task {task.id} has {turns} turns; raise episodes.max_turns "
-                    f"({learn.episodes.max_turns}) or shorten it"
+                    f"{book.origin}: the task {task.id} has {turns} turns; raise "
+                    f"episodes.max_turns ({learn.episodes.max_turns}) or shorten it"
                 )
-            beside = answer + 2 * len(conversation.opening(book.name, message))
-            if most_bytes(task, beside) <= min(most, row - answer):
+            extra = answer + 2 * len(conversation.opening(book.name, message))
+            if most_bytes(task, extra) <= min(most, row - answer):
                 continue  # no token is less than a byte
             longest = longest_context(conversation, task, answer)
             if longest > most or longest + answer > row:
                 key, limit = ("episodes.max_context", most) if longest > most else (
                     "train.row_tokens", row)  # fmt: skip
                 raise DataError(
-                    f"{book.place}: the task {task.id} of {turns} turns takes {longest:,} tokens "
+                    f"{book.origin}: the task {task.id} of {turns} turns takes {longest:,} tokens "
                     f"before its last answer of {answer}; raise {key} ({limit:,}), lower "
                     "rollout.max_tokens, or shorten it"
                 )
 
 
-def most_bytes(task: Task, beside: int) -> int:
-    """Return the most bytes of the messages of one of the task's conversations, each with so many
-    `beside` it."""
+def most_bytes(task: Task, extra: int) -> int:
+    """Return the most bytes of one of the task's conversations, with `extra` bytes for each
+    message."""
     sizes: list[int] = []
     for _, text, new in task.arguments[SCRIPT]:
-        size = len(text.encode("utf-8", "replace")) + beside
+        size = len(text.encode("utf-8", "replace")) + extra
         if new or not sizes:
             sizes.append(0)
         sizes[-1] += size
@@ -319,8 +319,8 @@ def longest_context(conversation: ChatRenderer, task: Task, answer_tokens: int) 
     response, longest = conversation.saying("x"), 0
     for at in range(len(script)):
         ids, branch = conversation.context(task.document, opening, turns)
-        before = sum(turn.branch == branch for turn in turns)
-        longest = max(longest, len(ids) + before * max(0, answer_tokens - len(response)))
+        answers = sum(turn.branch == branch for turn in turns)
+        longest = max(longest, len(ids) + answers * max(0, answer_tokens - len(response)))
         following = Observation()
         if at + 1 < len(script):
             following = Observation((messages[at + 1],), new_conversation=bool(script[at + 1][2]))
