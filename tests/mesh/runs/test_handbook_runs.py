@@ -84,7 +84,7 @@ def test_forge_eval_measures_what_else_is_kept(run: Path, tmp_path: Path) -> Non
     words = [sys.executable, "-c", CODE.format("forge"), "eval", str(run), "--spec"]
     process = run_to_end([*words, str(tmp_path / "eval.yaml"), "--out", str(tmp_path / "out")])
     assert process.returncode == 0, process.stdout + process.stderr
-    told = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    told = json.loads((tmp_path / "out" / "eval.json").read_text())
     rows = {row["arm"]: row for row in told["rows"]}
     assert {"none", "document", "untrained", "offline", "on_policy"} <= set(rows)
     for name, row in rows.items():
