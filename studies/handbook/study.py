@@ -1,9 +1,9 @@
 """Run the study "handbook" and tell it: rules over 1, 4 and 12 turns, by how the text is made.
 
-    python -m studies.handbook.study [--run-dir DIR] [--seeds N] [--set KEY=VALUE] [--table]
+    python -m studies.handbook.study [--run-dir DIR] [--table] [--sweep FILE]
 
 It is the sweep of this folder, which goes on where it was, and then the table. `--table` runs
-nothing. `--set` is for a smoke test: with other settings the study is another one.
+nothing. `--sweep` takes another file with the same arms, on seeds from 900: a smoke test.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ def lines_of(units: Sequence[Shares]) -> list[list[str]]:
     return body
 
 
-def read_units(root: Path, sets: Sequence[str], seeds: int | None) -> list[Shares]:
-    """Return the shares of every handbook. Raises RunError where a run is not finished."""
-    spec = load_file(SweepSpec, SWEEP)
-    plan = planned(spec, str((SWEEP.parent / spec.mesh).resolve()), sets=sets, seeds=seeds)
+def read_units(path: Path, root: Path) -> list[Shares]:
+    """Return the shares of every handbook of a sweep. Raises RunError where a run is not
+    finished."""
+    spec = load_file(SweepSpec, path)
+    plan = planned(spec, str((path.parent / spec.mesh).resolve()))
     runs = read_runs(root / f"sweep-{spec.name}" / "sweep.json")
     units: dict[int, dict[str, Any]] = {}
     for trial in plan:
@@ -80,17 +81,14 @@ def read_units(root: Path, sets: Sequence[str], seeds: int | None) -> list[Share
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--run-dir", type=Path, default=Path("runs"))
-    parser.add_argument("--seeds", type=int, help="handbooks (default: the registered 12)")
-    parser.add_argument("--set", action="append", default=[], dest="sets")
+    parser.add_argument("--sweep", type=Path, default=SWEEP, help="default: the registered one")
     parser.add_argument("--table", action="store_true", help="run nothing")
     options = parser.parse_args(argv)
     if not options.table:
-        words = ["sweep", str(SWEEP), "--run-dir", str(options.run_dir)]
-        words += [] if options.seeds is None else ["--seeds", str(options.seeds)]
-        words += [word for text in options.sets for word in ("--set", text)]
+        words = ["sweep", str(options.sweep), "--run-dir", str(options.run_dir)]
         if code := forge(words):
             return code
-    units = read_units(options.run_dir.absolute(), options.sets, options.seeds)
+    units = read_units(options.sweep, options.run_dir.absolute())
     heads = ("rule", "turns", *units[0], *(f"{a} over {b}" for a, b in COMPARED))
     rows = tuple(map(tuple, lines_of(units)))
     print(markdown_table(TableSection("rules", heads, rows)))
