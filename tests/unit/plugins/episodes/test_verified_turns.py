@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import asdict
 from functools import partial
 from typing import Any, cast
 
@@ -30,6 +32,7 @@ from cartridge_forge.plugins.episodes.verified_turns import VerifiedTurns
 from cartridge_forge.protocols.episodes import Episode, Task
 from cartridge_forge.protocols.spec.loading import load_spec
 from cartridge_forge.protocols.step import PrefixRef, Sampling, stream_seed
+from cartridge_forge.training.records import Rollout, rollout_from
 from cartridge_forge.training.renderer import ChatRenderer
 
 CARTRIDGE, DOCUMENT = PrefixRef("cartridge/desk_01", 3), PrefixRef("document/desk_01", 0)
@@ -91,6 +94,11 @@ def test_the_teachers_tokens_are_named_in_samples_and_files(rule: str) -> None:
     episodes = desk.play(desk.turns, over_cartridge(3), 1.0)
     facts = desk.turns.counts.facts
     assert facts["taught"] == sum(len(t.taught) for e in episodes for t in e.turns) > 0
+    rollout = Rollout(0, (), (), turn_samples(episodes), episodes, verified=facts)
+    saved = rollout_from(json.loads(json.dumps(asdict(rollout))))  # as a checkpoint does
+    assert (saved.samples, list(saved.episodes), saved.verified) == (
+        rollout.samples, episodes, facts,
+    )  # fmt: skip
     for e in episodes:
         assert from_row(to_row(e, "on_policy", 1)) == e
         assert all(set(turn.versions) == {3} for turn in e.turns)
