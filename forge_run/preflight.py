@@ -278,7 +278,7 @@ def _input_faults(learn: RsaLearn) -> Iterator[Fault]:
     if data.path is None and data.source == "longhealth":
         why = "cannot run, LongHealth asks not to be shipped and is read from a path or URL"
         yield "data.path", "null", why, "add --set data.path=benchmark_v5.json"
-    elif data.source in ROW_SOURCES:
+    elif data.source in ROW_SOURCES or (data.source == "handbook" and data.path is not None):
         pass  # `forge_run.plan.datasets` reads them
     elif data.source == "documents":
         if data.path is None:

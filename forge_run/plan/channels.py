@@ -3,6 +3,8 @@ samples, external teachers and votes."""
 
 from __future__ import annotations
 
+import os
+
 from cartridge_forge.forge_run.preflight import missing_key
 from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
@@ -24,6 +26,8 @@ def data_text(learn: RsaLearn) -> str:
     data = learn.data
     if learn.episodes is not None and data.source == "environment":
         return "the documents of " + ", ".join(e.id for e in learn.episodes.played)
+    if data.source == "handbook" and data.path is not None:
+        return f"handbooks: {', '.join(data.path.split(os.pathsep))}"
     return f"{data.patients} clinic desks, seed {data.seed}: handbooks of {data.facts} fields"
 
 
@@ -119,8 +123,11 @@ def sampled_episodes(learn: RsaLearn, episodes: EpisodesSpec) -> tuple[int, list
                 f"{episodes.max_context} with its prompt",
             ),
         ]
+    played = [("environment", environment_text(e)) for e in episodes.played]
+    if learn.data.source == "handbook":
+        played = [("environment", "none: users and tools say what the handbook's tasks say")]
     return most * episodes.max_turns * learn.rollout.max_tokens, [
-        *(("environment", environment_text(e)) for e in episodes.played),
+        *played,
         _episodes_row(learn, episodes),
         (
             "an episode",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from cartridge_forge.forge_run.plan import handbooks
 from cartridge_forge.forge_run.plan.inputs import row_lengths, tokenizer_at
 from cartridge_forge.plugins.documents.rows.checks import require_plain
 from cartridge_forge.plugins.documents.rows.reading import RowSet, read_row_set
@@ -18,8 +19,8 @@ HEADS = ("reward", "weight", "by", "limits")
 
 
 def of_users(learn: RsaLearn) -> bool:
-    """Return whether a spec has rows or rewards of a user's."""
-    return learn.data.source in ROW_SOURCES or bool(learn.reward)
+    """Return whether a spec has rows, rewards or handbooks of a user's."""
+    return learn.data.source in ("handbook", *ROW_SOURCES) or bool(learn.reward)
 
 
 def require_dataset(learn: RsaLearn) -> RowSet | None:
@@ -45,7 +46,9 @@ def require_dataset(learn: RsaLearn) -> RowSet | None:
 
 def row_notes(learn: RsaLearn) -> list[str]:
     """Return notes to print before a run on rows starts. Raises DataError as `require_dataset` and
-    `row_lengths` do."""
+    `row_lengths` do, and as `require_handbooks` does."""
+    if learn.data.source == "handbook":
+        handbooks.require_handbooks(learn)
     rows = require_dataset(learn)
     return [] if rows is None else row_lengths(learn, rows)
 
@@ -66,7 +69,7 @@ def sections(learn: RsaLearn) -> tuple[RsaLearn, list[TableSection]]:
     if not of_users(learn):
         return learn, []
     rows = require_dataset(learn)
-    tables = []
+    tables = handbooks.sections(learn)
     if rows is not None:
         notes = row_lengths(learn, rows)
         count = max(1, len(rows.texts))

@@ -124,7 +124,7 @@ def _data_text(learn: RsaLearn) -> str:
     data = learn.data
     if data.source in ROW_SOURCES:
         return f"{data.source}: {data.path}"
-    if data.source in ("desk", "environment", "primer"):
+    if data.source in ("desk", "environment", "handbook", "primer"):
         return channels.data_text(learn)
     if data.source == "documents":
         return f"{data.path or 'no documents yet'}; questions: {data.questions or 'self-study'}"

@@ -77,7 +77,8 @@ class Turn:
     `context_ids` are all tokens between the cartridge and the response; `response_ids` ends with
     the end token where it was sampled. `branch` increases by one where `context_ids` does not begin
     with the context and response of the turn before. `finish_reason` is the completion's ("length":
-    the limit of tokens cut it); "" where it was not recorded.
+    the limit of tokens cut it); "" where it was not recorded. `taught` are the places of the
+    response's tokens that the document's teacher drew in a verified rollout.
     """
 
     context_ids: tuple[int, ...]
@@ -88,6 +89,7 @@ class Turn:
     observation: Observation
     branch: int = 0
     finish_reason: str = ""
+    taught: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

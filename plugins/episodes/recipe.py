@@ -27,6 +27,7 @@ from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.chat.rollouts import drawn_steps, hash_of, refill_counts
 from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
+from cartridge_forge.plugins.documents.study.verified import opened
 from cartridge_forge.plugins.episodes.ahead import (
     GroupsAhead,
     JoinedGenerate,
@@ -48,6 +49,7 @@ from cartridge_forge.plugins.episodes.environments.rollout import (
     over_cartridge,
     over_document,
 )
+from cartridge_forge.plugins.episodes.environments.script import play_script
 from cartridge_forge.plugins.episodes.environments.single_turn import answer_rows
 from cartridge_forge.plugins.episodes.environments.training_signals import (
     branch_samples,
@@ -62,8 +64,10 @@ from cartridge_forge.plugins.episodes.losses.advantages import varying
 from cartridge_forge.plugins.episodes.preferences import AskedState, PreferenceQueue
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
 from cartridge_forge.plugins.episodes.task_sources.base import TaskSource
+from cartridge_forge.plugins.episodes.task_sources.handbook import HandbookTasks, RuleRewards
 from cartridge_forge.plugins.episodes.task_sources.opening import open_tasks
 from cartridge_forge.plugins.episodes.task_sources.rewards import EpisodeRewards
+from cartridge_forge.plugins.episodes.verified_turns import VerifiedTurns
 from cartridge_forge.plugins.replay.ledger import RunSpending
 from cartridge_forge.plugins.statistics.intervals import wilson_interval
 from cartridge_forge.protocols.layout import layout_of
@@ -106,9 +110,12 @@ class ToolEpisodesRecipe(Recipe):
         assert spec.episodes is not None
         self._spec, self._objective, self._episodes = spec, spec.objective, spec.episodes
         self._pools = mesh.pools
-        of_rows = spec.data.source in ROW_SOURCES
-        move: Moving = answer_rows if of_rows else EnvironmentClient(mesh.pools).move
+        move: Moving = EnvironmentClient(mesh.pools).move
         self._rewards = EpisodeRewards(spec, mesh.pools)
+        if spec.data.source in ROW_SOURCES:
+            move = answer_rows
+        elif isinstance(source, HandbookTasks):
+            move, self._rewards = play_script, RuleRewards(spec, mesh.pools, source)
         self._source, self._texts = source, dict(source.texts)
         self.layout = layout_of(spec.cartridge, {name: name for name in self._texts})
         self._conversation = ChatRenderer(tokenizer, self._texts, date)
@@ -128,6 +135,7 @@ class ToolEpisodesRecipe(Recipe):
         }
         self.texts = {name: (text,) for name, text in self._texts.items()}
         self.end_ids, self.note = self._conversation.end_ids, self._conversation.note
+        self._verified = opened(spec, mesh, self.end_ids)
 
     # -- episodes -------------------------------------------------------------------------------
 
@@ -143,6 +151,7 @@ class ToolEpisodesRecipe(Recipe):
         if self._newest is not None:
             return await self._sample_ahead(step, version, self._newest, generate, ended)
         tasks = self._episodes.tasks
+        verified = None if self._verified is None else VerifiedTurns(self._verified, generate)
         handed: Ended = partial(self._hand_over, ended)
         if self._alone:
             handed = in_groups(self._episodes.group, handed)
@@ -150,8 +159,9 @@ class ToolEpisodesRecipe(Recipe):
         first, wanted = 0, tasks
         for _ in range(1 + self._objective.refills):
             episodes += await self._player.step(
-                "on_policy", step, range(first, first + wanted), over_cartridge(version), generate,
-                handed, self._waves(self._episodes.tasks * self._episodes.group),
+                "on_policy", step, range(first, first + wanted), over_cartridge(version),
+                generate if verified is None else verified, handed,
+                self._waves(self._episodes.tasks * self._episodes.group),
             )  # fmt: skip
             first += wanted
             wanted = self._missing([episodes])
@@ -160,7 +170,8 @@ class ToolEpisodesRecipe(Recipe):
         hints: list[TurnHint] = []
         if self._objective.alpha:
             hints = self._hinted(episodes, await self._hints.write(episodes, version, generate))[1]
-        return Rollout(step, (), (), turn_samples(episodes), episodes, hints)
+        counts = {} if verified is None else verified.counts.facts
+        return Rollout(step, (), (), turn_samples(episodes), episodes, hints, verified=counts)
 
     def prepare(self, step: int) -> None:
         if self._newest is None:
@@ -402,7 +413,9 @@ class ToolEpisodesRecipe(Recipe):
         if self._preferences is not None:
             became = self._preferences.counted()
             counts |= {f"teachers/{what}": n for what, n in sorted(became.items())}
-        return {"channels": output.terms, "cosines": output.cosines, "episodes": counts}
+        facts = {"channels": output.terms, "cosines": output.cosines, "episodes": counts}
+        verified = record.rollout.verified
+        return {**facts, "verified": verified} if verified else facts
 
     def event_facts(self, directory: RunDirectory) -> Mapping[str, Any]:
         """Return what the teacher calls have cost since the run began."""
@@ -418,6 +431,7 @@ class ToolEpisodesRecipe(Recipe):
 
     async def close(self) -> None:
         await self._player.close()
+        self._rewards.end()
         if self._ahead is not None:
             await self._ahead[0].close()
         if self._preferences is not None:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +48,28 @@ from cartridge_forge.plugins.documents.study.question_files import (
 )
 from cartridge_forge.plugins.documents.study.rows import context_titles, of_parts, studied_of
 from cartridge_forge.plugins.documents.synthesis import model_name, read_rows
+from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
+from cartridge_forge.plugins.episodes.task_sources.handbook import HandbookTasks, first_message
+from cartridge_forge.plugins.episodes.task_sources.opening import open_tasks
 from cartridge_forge.plugins.evaluate.own_text import FORMATS, FormatPrompt
 from cartridge_forge.plugins.evaluate.spec import EvalSpec
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import REPOSITORY
-from cartridge_forge.protocols.layout import CartridgeLayout
+from cartridge_forge.protocols.layout import CartridgeLayout, layout_of
 from cartridge_forge.protocols.step import NO_DOCUMENT, SEPARATOR
 from cartridge_forge.services.run_directory import RunDirectory
 from cartridge_forge.training.records import interleave, with_title
 
 GENERAL = REPOSITORY / "configs" / "forgetting.json"
+TEXTS = ("documents", "handbook")  # sources whose texts are no charts
 CUE_WORDS = 3  # words of a passage that identify it
 WORD_START = re.compile(r"\S")
+
+
+Reader = Callable[
+    [DocumentsLearn, RunDirectory, Any],
+    "tuple[EvalSubjects, list[tuple[UserQuestion, str]] | None]",
+]
 
 
 @dataclass(frozen=True)
@@ -163,15 +174,16 @@ def set_paper(
 
     Raises DataError for data that changed since the run, or without any question.
     """
-    if learn.data.source == "documents":
-        about, own = _documents(learn, directory, tokenizer, asked)
-    elif learn.data.source in ("clinic", "longhealth"):
-        about, own = _patients(learn, directory, tokenizer)
-    else:
+    readers: Mapping[str, Reader] = {
+        "documents": partial(_documents, asked=asked), "handbook": _handbooks,
+        "clinic": _patients, "longhealth": _patients,
+    }  # fmt: skip
+    if learn.data.source not in readers:
         raise DataError(
             f"run {directory.id} has no questions about documents (data.source "
-            f"{learn.data.source}); forge eval is for clinic, longhealth and documents"
+            f"{learn.data.source}); forge eval is for clinic, longhealth, documents and handbook"
         )
+    about, own = readers[learn.data.source](learn, directory, tokenizer)
     source, file = "held-out questions", asked or learn.data.questions
     notes: tuple[str, ...] = ()
     known = own is None or bool(own and (own[0][0].answers or own[0][0].choice))
@@ -192,7 +204,7 @@ def set_paper(
     return EvalSuite(
         source=source,
         user_file=file is not None
-        or (learn.data.path is not None and learn.data.source != "documents"),
+        or (learn.data.path is not None and learn.data.source not in TEXTS),
         about=about,
         heads={
             **{name: about.conversation.head(name) for name in about.texts},
@@ -202,7 +214,7 @@ def set_paper(
         items=tuple(_item(q, of, about, known) for q, of in own[: spec.questions]),
         passages=tuple(_passages(spec, learn, about, tokenizer)),
         probes=tuple(_probes(spec, learn, about)),
-        formats=tuple(_formats(about)) if spec.formats and learn.data.source == "documents" else (),
+        formats=tuple(_formats(about)) if spec.formats and learn.data.source in TEXTS else (),
         notes=notes,
     )
 
@@ -313,6 +325,28 @@ def _documents(
     return about, own
 
 
+def _handbooks(
+    learn: DocumentsLearn, directory: RunDirectory, tokenizer: Any
+) -> tuple[EvalSubjects, list[tuple[UserQuestion, str]]]:
+    """Return the handbooks of a run, and the first messages of their held-out tasks, whose answers
+    the teacher alone knows. Raises CheckpointError for handbooks that changed since the run."""
+    tasks = open_tasks(EpisodesLearn.of(learn), tokenizer, directory)
+    assert isinstance(tasks, HandbookTasks)
+    layout = layout_of(learn.cartridge, {name: name for name in tasks.texts})
+    about = EvalSubjects(
+        conversation=ChatRenderer(tokenizer, tasks.texts, directory.date),
+        layout=layout,
+        texts=tasks.texts,
+        titles={},
+        hashes={name: hash_of(text) for name, text in tasks.texts.items()},
+    )
+    openings = dict.fromkeys((task.document, first_message(task)) for task in tasks.held_out)
+    return about, [
+        (UserQuestion(f"{name}/{number}", name, text), name)
+        for number, (name, text) in enumerate(openings)
+    ]
+
+
 def require_same_documents(now: Sequence[Mapping[str, Any]], directory: RunDirectory) -> None:
     """Raise DataError where a run read other documents."""
     before = json.loads(directory.documents.read_bytes())["documents"]
@@ -343,7 +377,7 @@ def _passages(
             (sentence, *_) = sentences(words)
             cue = unique_cue(text, sentence) or " ".join(sentence.split()[:CUE_WORDS])
             turn = PLAIN["question"][1].format(cue=cue)
-            if learn.data.source != "documents":
+            if learn.data.source not in TEXTS:
                 turn = recite_prompt(cue)
             turn = with_title(about.titles, name, turn)
             found.append(
@@ -368,7 +402,7 @@ def _probes(spec: EvalSpec, learn: DocumentsLearn, about: EvalSubjects) -> list[
     """Return the probes; each is asked over the cartridge of one context, in turn."""
     if not spec.probes:
         return []
-    others = [] if learn.data.source == "documents" else _others(learn)
+    others = [] if learn.data.source in TEXTS else _others(learn)
     if others:
         # The chart is in the user's turn, to test whether the model can still read one there.
         asked = interleave(

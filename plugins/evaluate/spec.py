@@ -43,7 +43,8 @@ class EvalSpec(SpecSection):
     )
     formats: bool = Field(
         default=True,
-        description="ask for answers in given forms, to see whether they are obeyed; of documents",
+        description="ask for answers in given forms, to see whether they are obeyed; of documents "
+        "and handbooks",
     )
     resamples: int = Field(default=10_000, ge=100, description="bootstrap samples of the questions")
     seed: int = Field(default=0, ge=0, description="seed of every draw")

@@ -116,7 +116,8 @@ def _fault_of(
     key = key[:-1] if kind == UNKNOWN_NAME else key  # pydantic adds that the key is meant
     got = HIDDEN if may_hold_secret(model, key) else error["input"]
     if kind == "rule":
-        key = tuple(context["key"].split(".")) if "key" in context else key
+        if "key" in context:
+            key = tuple(int(p) if p.isdigit() else p for p in context["key"].split("."))
         got = context.get("got", got)
         return fault(context["rule"], got, place_of(key, places), key, context["remedy"])
     location = place_of(key, places)

@@ -22,6 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.protocols.records.run_files import ARMS, PHASES, WITHIN, share_name
 from cartridge_forge.protocols.records.status import RunStatus
 
@@ -203,11 +204,38 @@ def print_results(console: Console, results: Mapping[str, Any], run_path: Path) 
             table.add_row(*cells, style="bold" if cells[0] == "on_policy" else None)
         console.print(table)
     console.print(arms_table(results))
+    if rules := rules_table(results.get("arms", {})):
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=rules.title, title_justify="left")
+        for at, heading in enumerate(rules.columns):
+            table.add_column(heading, justify="right" if at else "left", no_wrap=True)
+        for cells in rules.rows:
+            table.add_row(*cells)
+        console.print(table)
     if routing := routing_text(results.get("arms", {})):
         console.print(Text(routing), soft_wrap=True)
     for label, name in (("report", "report.html"), ("results", "results.json"), ("run", ".")):
         if (run_path / name).exists():
             console.print(Text(f"{label:8}{shown_path(run_path / name)}"), soft_wrap=True)
+
+
+def rules_table(arms: Mapping[str, Any]) -> TableSection | None:
+    """Return the share of held-out tasks that obey each rule of a handbook, by arm and the tasks'
+    number of turns; None where no arm has rules."""
+    order = {name: arms.get(name) or {} for name in dict.fromkeys((*ARMS, *arms))}
+    measured = {name: arm["rules"] for name, arm in order.items() if arm.get("rules")}
+    keys = dict.fromkeys(
+        (rule, turns) for shares in measured.values() for rule in shares for turns in shares[rule]
+    )
+    if not keys:
+        return None
+    rules = list(dict.fromkeys(rule for rule, _ in keys))
+    rows = []
+    for rule, turns in sorted(keys, key=lambda key: (rules.index(key[0]), int(key[1]))):
+        cells = [shares.get(rule, {}).get(turns) for shares in measured.values()]
+        judged = max(cell["n"] for cell in cells if cell is not None)
+        texts = (percent(None if cell is None else cell["obeyed"]) for cell in cells)
+        rows.append((rule, turns, str(judged), *texts))
+    return TableSection("Obedience by rule", ("rule", "turns", "n", *measured), tuple(rows))
 
 
 def routing_text(arms: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ LEAST_STUDENT_MASS = 0.9
 
 def step_warnings(learn: LearnSpec, output: TrainStepOutput) -> dict[str, str]:
     """Return by kind what is probably not meant in a step, each with its remedy. Episodes are not
-    warned of mistakes: no teacher verifies their turns."""
+    warned of mistakes: rewards may train them too."""
     facts: Mapping[str, float] = output.terms.get("doc_kl", {})
     warnings = {}
     share = facts.get("after_refusal", 0.0)

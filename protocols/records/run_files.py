@@ -181,11 +181,25 @@ class RoutingAccuracy(TypedDict):
     n: int
 
 
+class RuleObedience(TypedDict):
+    """Hold the share of n held-out tasks that obey a rule of a handbook, with Wilson's 95%
+    interval: `{"obeyed": 0.75, "ci95": [0.47, 0.91], "n": 12}`."""
+
+    obeyed: float
+    ci95: list[float]
+    n: int
+
+
 class EpisodeMeans(TypedDict, total=False):
-    """Hold the mean reward of held-out episodes with its 95% interval, where a spec has rewards."""
+    """Hold the mean reward of held-out episodes with its 95% interval, where a spec has rewards.
+
+    Of a handbook's tasks, `rules` has the obedience to each rule, by the tasks' number of turns;
+    `all` counts tasks that obey all of their rules: `{"all": {"1": .., "12": ..}, "short": ..}`.
+    """
 
     reward: float
     reward_ci95: list[float]
+    rules: dict[str, dict[str, RuleObedience]]
 
 
 class MeasuredAccuracy(TypedDict):
@@ -195,8 +209,9 @@ class MeasuredAccuracy(TypedDict):
     `{"accuracy": 0.88, "ci95": [0.828, 0.918], "n": 200, "parse_failures": 1}`. With `populations`
     the accuracy is that of the last population, and parse failures count its candidates. With
     `agreement` alone the accuracy is the share of tokens in it; with `f1` too, it is that of a
-    user's own questions. `reward` and `reward_ci95` are those of `EpisodeMeans`. Episodes that an
-    environment or a reward failed to judge are `not_judged`, with `why_not`, and not among the n.
+    user's own questions. `reward`, `reward_ci95` and `rules` are those of
+    `EpisodeMeans`. Episodes that an environment or a reward failed to judge are `not_judged`, with
+    `why_not`, and not among the n.
     """
 
     accuracy: float
@@ -208,6 +223,7 @@ class MeasuredAccuracy(TypedDict):
     f1: NotRequired[float]
     reward: NotRequired[float]
     reward_ci95: NotRequired[list[float]]
+    rules: NotRequired[dict[str, dict[str, RuleObedience]]]
     not_judged: NotRequired[int]
     why_not: NotRequired[str]
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from cartridge_forge.plugins.episodes.handbooks.file import HandbookFile
 from cartridge_forge.plugins.evaluate.spec import FrontierSpec
 from cartridge_forge.plugins.spec_files.keys import section_in, spec_files
 
@@ -120,7 +121,7 @@ def test_a_guide_shows_keys_that_are_there_with_values_that_they_take(block: str
         values = yaml.safe_load(dedent(block))
     except yaml.YAMLError:
         return  # a template, or an example of a wrong file
-    roots = [*(file.root for file in spec_files()), FrontierSpec]
+    roots = [*(file.root for file in spec_files()), FrontierSpec, HandbookFile]
     names = set(values) if isinstance(values, dict) else set()
     root = max(roots, key=lambda r: len(names & r.model_fields.keys()))
     if not names & root.model_fields.keys() or "apiVersion" in names:

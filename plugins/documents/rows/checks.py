@@ -19,15 +19,20 @@ from cartridge_forge.services.run_directory import RunDirectory
 def note_rows(rows: RowSet, directory: RunDirectory) -> None:
     """Write what identifies the rows of a run. Raises CheckpointError where it differs on
     resume."""
-    facts = {
+    note_data({
         "source": rows.source, "training": len(rows.training), "held_out": len(rows.held_out),
         "documents": len(rows.texts), "sha256": rows.sha256,
-    }  # fmt: skip
+    }, directory)  # fmt: skip
+
+
+def note_data(facts: Mapping[str, Any], directory: RunDirectory) -> None:
+    """Write the facts of a run's data: its `source`, how much of it is `training` and `held_out`,
+    and its `sha256`. Raises CheckpointError where the hash differs on resume."""
     if directory.rows.exists():
         recorded = json.loads(directory.rows.read_bytes())
         if recorded["sha256"] != facts["sha256"]:
             raise CheckpointError(
-                f"the rows of {rows.source} changed since the run began ({directory.rows}: "
+                f"the data of {facts['source']} changed since the run began ({directory.rows}: "
                 f"{recorded['training']} to train on and {recorded['held_out']} held out, now "
                 f"{facts['training']} and {facts['held_out']}); bring them back, or start anew "
                 "without --resume"

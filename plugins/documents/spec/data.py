@@ -25,7 +25,7 @@ def _local_data(text: str, sections: Sequence[Any], absolute: Absolute) -> str:
     source = sections[-1].source
     if text.startswith(("http://", "https://")) or source in ("hub", "python"):
         return text
-    several = source in ("documents", *ROW_SOURCES)
+    several = source in ("documents", "handbook", *ROW_SOURCES)
     return os.pathsep.join(map(absolute, text.split(os.pathsep) if several else [text]))
 
 
@@ -33,20 +33,23 @@ class DataSpec(SpecSection):
     """Configure the patients, their documents and their questions."""
 
     source: (
-        Literal["clinic", "longhealth", "desk", "environment", "primer", "documents"] | RowSource
+        Literal["clinic", "longhealth", "desk", "environment", "primer", "documents", "handbook"]
+        | RowSource
     ) = Field(
         default="clinic",
         description="clinic: generated here; longhealth: LongHealth's JSON from data.path; desk: "
         "handbooks of generated clinic desks, for episodes with tools; environment: the documents "
         "of your own environments, for their episodes; primer: a page on solving "
         "problems, for those of rsa that are about no document; documents: the files of data.path; "
-        "jsonl, parquet, hub, python: your own rows of prompts",
+        "handbook: rules in a text, with tasks that they govern, from data.path or of generated "
+        "desks; jsonl, parquet, hub, python: your own rows of prompts",
     )
     path: Annotated[str | None, JoinedPaths, PathRule(_local_data)] = Field(
         default=None,
         min_length=1,
         description="LongHealth JSON, a path or an http(s) URL, read in place of the clinic; or "
-        "documents: a folder, a file, a pattern, or a list of them; of rows: a file or several, a "
+        "documents: a folder, a file, a pattern, or a list of them; handbooks: a file or folder of "
+        "each; of rows: a file or several, a "
         "dataset of the hub (OWNER/NAME), or a function (package.module:name)",
     )
     questions: LocalPath | None = Field(
@@ -60,7 +63,7 @@ class DataSpec(SpecSection):
         default=1,
         ge=1,
         description="patients or desks to generate, the first patients of the file, the most "
-        "documents, or the number of your environments",
+        "documents, or the number of your environments or handbooks",
     )
     facts: int | None = Field(
         default=None,
@@ -105,13 +108,15 @@ class DataSpec(SpecSection):
     @classmethod
     def _clinic_only(cls, value: int | None, info: ValidationInfo) -> int | None:
         source, path = info.data.get("source"), info.data.get("path")
-        needed = source == "desk" and info.field_name == "facts"
+        desks = source == "desk" or (source == "handbook" and path is None)
+        needed = desks and info.field_name == "facts"
         if (needed or source == "clinic") and path is None and value is None:
             raise broken(
                 f"must be given with data.source {source}", "set it to a count of 1 or more"
             )
         other_sources = ("longhealth", "environment", "primer", "documents", *ROW_SOURCES)
-        without = source in other_sources or (source == "desk" and not needed)
+        of_desks = source in ("desk", "handbook")
+        without = source in other_sources or (of_desks and not needed)
         if without and value is not None:
             raise broken(f"must be left out with data.source {source}", "remove it")
         facts = info.data.get("facts")

@@ -110,10 +110,13 @@ class DocumentsLearn(LearnSpec):
             ("rollout.until_refused", rollout.until_refused is not None),
             ("train.mix", mix is not None),
         ):
+            turns_verified = key == "rollout.verify" and self.recipe == "episodes"
+            is_refused = self.learns_from_rewards and not turns_verified
             yield (
-                is_set and (self.learns_from_rewards or not self.objective.w_doc),
-                f"{key} must be null with episodes or rsa, whose turns no document's teacher "
-                "verifies, and without objective.w_doc",
+                is_set and (is_refused or not self.objective.w_doc),
+                f"{key} must be null without objective.w_doc, and with rsa"
+                + (", whose candidates" if key == "rollout.verify" else " or episodes, whose turns")
+                + " the student writes alone",
                 "remove it",
             )
         exact = rollout.verify is not None and rollout.verify.rule == "exact"

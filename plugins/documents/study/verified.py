@@ -195,8 +195,7 @@ class VerifiedSampling:
         prompts whose prefixes propose."""
 
         async def group(members: Sequence[StudyPrompt]) -> list[Completion]:
-            assert self._verify is not None
-            return (await self._group(members, self._verify, generate))[0]
+            return (await self.responses(members, generate))[0]
 
         return await self._mesh.pools["generator"].split(prompts, group, self._chunk)
 
@@ -246,12 +245,11 @@ class VerifiedSampling:
     async def _verified(
         self, prompts: Sequence[StudyPrompt], generate: GenerateCall, ended: ScoreGroup
     ) -> tuple[list[Written], VerifiedCounts]:
-        assert self._verify is not None
-        verify, total = self._verify, VerifiedCounts()
+        total = VerifiedCounts()
 
         async def group(members: Sequence[StudyPrompt]) -> list[Written]:
             nonlocal total
-            completions, counts = await self._group(members, verify, generate)
+            completions, counts = await self.responses(members, generate)
             total += counts
             samples = [
                 replace(as_sample(p, c), verified=True)
@@ -263,10 +261,13 @@ class VerifiedSampling:
         rows = await self._mesh.pools["generator"].split(prompts, group, self._chunk)
         return rows, total
 
-    async def _group(
-        self, prompts: Sequence[StudyPrompt], verify: VerifiedRolloutSpec, generate: GenerateCall
+    async def responses(
+        self, prompts: Sequence[StudyPrompt], generate: GenerateCall
     ) -> tuple[list[Completion], VerifiedCounts]:
-        """Return the verified responses to a group of prompts, and their counts."""
+        """Return the verified responses to a group of prompts, and their counts. The spec must have
+        rollout.verify."""
+        assert self._verify is not None
+        verify = self._verify
         responses = [VerifiedResponse(prompt) for prompt in prompts]
         counts, ratio, number, losses = VerifiedCounts(), 0.0, 0, 0
         while any(not r.reason or r.unread for r in responses):

@@ -36,6 +36,8 @@ def to_row(episode: Episode, arm: str, step: int, hints: Sequence[TurnHint] = ()
     row = _EPISODE.dump_python(episode, mode="json")
     for turn in row.pop("turns"):
         context, response, branch = (turn.pop(k) for k in ("context_ids", "response_ids", "branch"))
+        if not turn["taught"]:  # as in files of earlier versions
+            del turn["taught"]
         token_ids = [*context, *response]
         if branch == len(branches):
             branches.append(token_ids)

@@ -150,4 +150,5 @@ def _turn(
     return Turn(
         request.prompt_ids, completion.token_ids, completion.logprobs, completion.versions,
         conversation.decode(completion.token_ids), Observation(), branch, completion.finish_reason,
+        completion.taught,
     )  # fmt: skip

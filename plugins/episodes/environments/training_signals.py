@@ -69,7 +69,7 @@ def turn_samples(episodes: Sequence[Episode]) -> list[Sample]:
         Sample(
             f"{e.task.id}/{t}", e.task.document, turn.context_ids, turn.response_ids,
             turn.sampler_logprobs, turn.versions, contexts=(e.task.document,),
-            prompt=e.group,
+            prompt=e.group, taught=turn.taught,
         )
         for e in episodes
         for t, turn in enumerate(e.turns)
@@ -173,8 +173,10 @@ def _branch_sample(episode: Episode, branch: int, turns: Sequence[Turn]) -> Bran
     logprobs: list[float] = []
     versions: list[int] = []
     trained: list[bool] = []
+    taught: list[int] = []
     for turn in turns:
         between = turn.context_ids[len(first.context_ids) + len(ids) :]
+        taught += [len(ids) + len(between) + at for at in turn.taught]
         ids += [*between, *turn.response_ids]
         logprobs += [*(0.0 for _ in between), *turn.sampler_logprobs]
         versions += [*(TOOL_VERSION for _ in between), *turn.versions]
@@ -182,7 +184,7 @@ def _branch_sample(episode: Episode, branch: int, turns: Sequence[Turn]) -> Bran
     sample = Sample(
         _sample_id(episode, branch), episode.task.document, first.context_ids, tuple(ids),
         tuple(logprobs), tuple(versions), contexts=(episode.task.document,),
-        prompt=episode.group,
+        prompt=episode.group, taught=tuple(taught), verified=bool(taught),
     )  # fmt: skip
     return BranchSample(episode, sample, tuple(trained))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -21,7 +22,8 @@ from cartridge_forge.protocols.spec.base import AsTuple, Rule, SpecSection, brok
 from cartridge_forge.protocols.spec.learn import RoleFacts
 from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
 
-OF_EPISODES = ("desk", "environment")
+OF_EPISODES = ("desk", "environment", "handbook")
+SCRIPTED = ("handbook", *ROW_SOURCES)  # sources whose tasks no environment plays
 
 
 class EpisodesSpec(SpecSection):
@@ -100,7 +102,7 @@ class EpisodesLearn(DocumentsLearn, ReplayLearn):
 
     @property
     def needed_roles(self) -> frozenset[str]:
-        plays = self.episodes is not None and self.data.source not in ROW_SOURCES
+        plays = self.episodes is not None and self.data.source not in SCRIPTED
         return (
             super().needed_roles
             | ({HINTED_TEACHER} if self.objective.alpha > 0 else set())
@@ -138,13 +140,17 @@ class EpisodesLearn(DocumentsLearn, ReplayLearn):
         of_rows = self.data.source in ROW_SOURCES
         yield (
             (episodes is None) == (self.data.source in OF_EPISODES) and not of_rows,
-            "data.source must be desk, environment or rows (jsonl, parquet, hub, python) with "
-            "episodes; desk and environment only then",
+            "data.source must be desk, environment, handbook or rows (jsonl, parquet, hub, python) "
+            "with episodes; the first three only then",
             "set data.source: desk, or environment for your own; or remove the section episodes",
         )
+        if episodes is not None:
+            yield from self._of_verified_turns()
+        if episodes is not None and self.data.source == "handbook":
+            yield from self._of_handbooks(episodes)
         if episodes is not None and self.data.source == "environment":
             yield from self._of_environments(episodes)
-        elif episodes is not None:
+        elif episodes is not None and self.data.source != "handbook":
             yield (
                 bool(episodes.environments) or episodes.environment.kind not in ("desk", "openenv"),
                 "data.source must be environment with environments of your own",
@@ -195,6 +201,46 @@ class EpisodesLearn(DocumentsLearn, ReplayLearn):
         )
         if self.learns_from_rewards:
             yield from self._of_rewards()
+
+    def _of_verified_turns(self) -> Iterator[Rule]:
+        """Yield what turns that the document's teacher verifies need."""
+        objective, verified = self.objective, self.rollout.verify is not None
+        weighted = [k for k in ("w_rl", "alpha", "beta") if getattr(objective, k)]
+        weighted += [f"channels.{k}" for k, weight in objective.channels.items() if weight]
+        yield (
+            verified and bool(weighted),
+            f"rollout.verify must be null with objective.{(weighted or [''])[0]}: rewards, hints "
+            "and votes judge text that the student drew, and the teacher drew a part of this",
+            "remove it, or train by objective.w_doc alone",
+        )
+        yield (
+            verified and self.train.staleness > 0,
+            "rollout.verify must be null with train.staleness and episodes, which then run ahead "
+            "one by one and are verified in groups",
+            "set train.staleness to 0, or remove it",
+        )
+
+    def _of_handbooks(self, episodes: EpisodesSpec) -> Iterator[Rule]:
+        """Yield what tasks of handbooks need."""
+        data, objective = self.data, self.objective
+        paths = 0 if data.path is None else len(data.path.split(os.pathsep))
+        yield (
+            paths > 0 and data.patients != paths,
+            f"data.patients must be {paths}, the number of handbooks in data.path",
+            f"set it to {paths}",
+        )
+        yield (
+            bool(episodes.environments) or episodes.environment != EnvironmentSpec(),
+            "episodes.environment must be left out with data.source handbook, whose tasks say what "
+            "users and tools say",
+            "remove it",
+        )
+        yield (episodes.cases > 1, "episodes.cases must be 1 but at desks", "remove it")
+        yield (
+            objective.alpha > 0 and objective.hints.hints == "template",
+            f"{HINT_SOURCE} must not be template with data.source handbook, which has none",
+            "set it to feedback or sibling",
+        )
 
     def _of_environments(self, episodes: EpisodesSpec) -> Iterator[Rule]:
         """Yield what episodes in the user's own environments need."""

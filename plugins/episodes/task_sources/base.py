@@ -3,6 +3,7 @@
 DeskTasks           cases at generated clinic desks    (plugins.episodes.task_sources.environment)
 RowTasks            rows of the user's datasets        (plugins.episodes.task_sources.rows)
 EnvironmentTasks    tasks of the user's environments   (plugins.episodes.task_sources.environment)
+HandbookTasks       tasks that a handbook governs      (plugins.episodes.task_sources.handbook)
 
 `PRIMER` is a page on solving problems, for cartridges that stand for no document of their own.
 """

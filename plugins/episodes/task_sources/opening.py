@@ -7,12 +7,15 @@ from typing import Any
 from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
 from cartridge_forge.plugins.episodes.task_sources.base import TaskSource
+from cartridge_forge.plugins.episodes.task_sources.handbook import HandbookTasks, require_fit
 from cartridge_forge.services.run_directory import RunDirectory
 
 
 def open_tasks(learn: EpisodesLearn, tokenizer: Any, directory: RunDirectory | None) -> TaskSource:
-    """Return the tasks of episodes. Rows are noted in the run's `directory`: raises CheckpointError
-    for others than those that it began with."""
+    """Return the tasks of episodes. Rows and handbooks are noted in the run's `directory`: raises
+    CheckpointError for others than those that it began with."""
+    from cartridge_forge.plugins.documents.rows.checks import note_data
+
     if learn.data.source in ROW_SOURCES:
         from cartridge_forge.plugins.documents.rows.checks import (
             note_rows,
@@ -33,6 +36,23 @@ def open_tasks(learn: EpisodesLearn, tokenizer: Any, directory: RunDirectory | N
         from cartridge_forge.plugins.episodes.task_sources.environment import DeskTasks
 
         return DeskTasks(learn)
+    if learn.data.source == "handbook":
+        handbooks = open_handbooks(learn, tokenizer)
+        if directory is not None:
+            note_data(handbooks.facts, directory)
+        return handbooks
     from cartridge_forge.plugins.episodes.task_sources.environment import EnvironmentTasks
 
     return EnvironmentTasks(learn)
+
+
+def open_handbooks(learn: EpisodesLearn, tokenizer: Any) -> HandbookTasks:
+    """Return the tasks of a spec's handbooks. Raises as `read_handbooks` does, and DataError for
+    texts that a cartridge cannot stand for and tasks that do not fit."""
+    from cartridge_forge.plugins.documents.rows.checks import require_lengths
+    from cartridge_forge.plugins.episodes.handbooks.reading import read_handbooks
+
+    tasks = HandbookTasks(read_handbooks(learn), learn.train.seed)
+    require_lengths(learn, tasks.texts, tokenizer)
+    require_fit(learn, tasks, tokenizer)
+    return tasks

@@ -113,6 +113,10 @@ class EpisodeRewards:
         low, high = mean_interval(values) or (values[0], values[0])
         return {"reward": fmean(values), "reward_ci95": [low, high]}
 
+    def end(self) -> None:
+        """End the processes of rewards that are computed here: none."""
+        return
+
     def counted(self, episodes: Sequence[Episode]) -> dict[str, float]:
         """Return each reward's mean over the episodes that it judged, and how often it failed or
         had no opinion, for metrics."""

@@ -24,6 +24,7 @@ from cartridge_forge.plugins.watch.console import (
     number,
     percent,
     routing_text,
+    rules_table,
     summary,
 )
 from cartridge_forge.plugins.watch.report.channels import aggregation, channels, rewards
@@ -58,6 +59,10 @@ CASES = (
     "counts as wrong."
 )
 
+RULES = (
+    "The share of held-out tasks, decoded greedily, that obey each rule of the handbook, by the "
+    "tasks' number of turns. All counts tasks that obey every rule that governs them."
+)
 RUNS = (
     "Held-out problems, a run of recursive self-aggregation each, always sampled: the mean "
     "accuracy of the last population. Without an answer a candidate is unparsed and wrong."
@@ -89,6 +94,7 @@ def sections_of(run_path: Path) -> RunSections:
     samples = _samples(counts.watch(iter_rows(run.episodes)))
     sections: dict[str, list[Block]] = {
         "Arms": _arms(arms, _note(arms, counts)),
+        "Rules": _rules(arms),
         "Start": start(run.start),
         "Right answers": gold(results.get("gold"), iter_rows(run.answers)),
         "Training": _training(metrics, phase_means(events)),
@@ -162,6 +168,12 @@ def _arms(arms: Row, note: str) -> list[Block]:
     if routing := routing_text(arms):
         blocks.append(("text", f"{ROUTED}: {routing}."))
     return blocks
+
+
+def _rules(arms: Row) -> list[Block]:
+    """Return the table of a handbook's rules; nothing without them."""
+    table = rules_table(arms)
+    return [] if table is None else [("soft", RULES), ("table", table)]
 
 
 def _training(metrics: Sequence[Row], means: Means) -> list[Block]:

@@ -67,7 +67,10 @@ def test_an_environment_is_named_after_its_kind() -> None:
         (("episodes.environment.tasks=20",), "questions must be < the tasks of python"),
         (("episodes.cases=2", "episodes.max_turns=6"), "cases must be 1 but at desks"),
         (("data.source=desk", "data.facts=4"), "source must be environment with environments"),
-        (("data.source=clinic", "data.facts=4", "data.notes=1"), "must be desk, environment or r"),
+        (
+            ("data.source=clinic", "data.facts=4", "data.notes=1"),
+            "must be desk, environment, handbook or r",
+        ),
         (("episodes.environments=[{kind: python, factory: 'a:B'}]",), "must be left out beside"),
         (("episodes.environment={}", "episodes.environments=[{kind: python, factory: 'a:B'}, "
           "{kind: python, factory: 'a:C'}]"), "must have environments of different names"),

@@ -18,6 +18,7 @@ from cartridge_forge.plugins.watch.console import (
     interval,
     kl_text,
     print_results,
+    rules_table,
     shown_path,
     sparkline,
     summary,
@@ -247,6 +248,27 @@ def test_the_table_of_arms() -> None:
     assert rows["on_policy"] == ["88.5%", "83.3-92.2%", "200", "3", "86.0%"]
     order = [name for name in rows if name in ("none", "document", "untrained", "offline")]
     assert order == ["none", "document", "untrained", "offline"]
+
+
+def test_rules_are_told_by_arm_and_by_turns_in_the_order_of_their_numbers() -> None:
+    def obeyed(share: float, n: int = 12) -> dict[str, Any]:
+        return {"obeyed": share, "ci95": [0.0, 1.0], "n": n}
+
+    arms = {
+        "on_policy": {"rules": {"all": {"12": obeyed(0.5), "4": obeyed(0.75)}, "short": {}}},
+        "offline": {"rules": {"all": {"4": obeyed(1.0, 11)}, "short": {"4": obeyed(0.25)}}},
+        "untrained": {"accuracy": 0.5},
+        "none": None,
+    }
+    table = rules_table(arms)
+    assert table is not None
+    assert table.columns == ("rule", "turns", "n", "offline", "on_policy")
+    assert table.rows == (
+        ("all", "4", "12", "100.0%", "75.0%"),
+        ("all", "12", "12", "-", "50.0%"),
+        ("short", "4", "12", "25.0%", "-"),
+    )
+    assert rules_table(RESULTS["arms"]) is None
 
 
 def test_what_the_teacher_accepts_stands_beside_the_arm_and_in_the_summary() -> None:
