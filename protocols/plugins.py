@@ -248,6 +248,7 @@ SHIPPED = (
             "attention_padding": f"{PLUGINS}.library.attention_matching:attention_added",
             "other_models": f"{PLUGINS}.library.models.adapter:load_by_transformers",
             "other_frequencies": f"{PLUGINS}.library.models.adapter:frequencies_by_transformers",
+            "whole_weights": f"{PLUGINS}.library.base_models.kept:whole_weights",
             "model_check": f"{PLUGINS}.library.models.parity:check_model",
             "start": f"{PLUGINS}.library.starting:open_start",
             "trainer_files": f"{PLUGINS}.library.stored_files:TrainerFiles",
