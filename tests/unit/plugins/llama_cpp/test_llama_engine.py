@@ -213,11 +213,11 @@ def test_what_it_does_not_serve_is_refused_with_the_remedy(engines: Engines) -> 
 
 def test_windows_and_files_that_are_not_there_are_refused(tmp_path: Path) -> None:
     model = kept_model("mistral", tmp_path)
-    with pytest.raises(DataError, match="see a window of the text.*generator.backend: torch"):
+    with pytest.raises(DataError, match=r"see a window of the text.*backend: torch"):
         LlamaEngine(str(model), "float32", 1, DOCUMENTS, frozenset({END}), lambda ids: "")
     (model / "model.gguf").write_bytes(b"GGUF and no more")
-    with pytest.raises(DataError, match="reads no model in .*model.gguf"):
+    with pytest.raises(DataError, match=r"reads no model in .*model\.gguf"):
         LlamaEngine(str(model), "float32", 1, DOCUMENTS, frozenset({END}), lambda ids: "")
     (model / "model.gguf").unlink()
-    with pytest.raises(DataError, match="has no model.gguf.*forge models add FILE.gguf"):
+    with pytest.raises(DataError, match=r"has no model\.gguf.*forge models add FILE\.gguf"):
         LlamaEngine(str(model), "float32", 1, DOCUMENTS, frozenset({END}), lambda ids: "")
