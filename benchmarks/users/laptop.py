@@ -14,6 +14,9 @@ turn is `streams` requests at a time, each a prompt of `--prompt` tokens behind 
 `--cartridge` and `--new` greedy tokens. Figures are tokens a second of the processor's time, which
 others on the machine change less than seconds. Ratios are medians over the rounds.
 
+The tokens of `torch` and `llama.cpp` are compared: where they first differ, and by how many nats the
+embedded engine, over the whole weights, prefers its own token there.
+
 The record has of each side the memory of its process, and of a GGUF file mapped into it what is
 resident; and the bytes of the model's folder, without the weights that `torch` and `vllm` have
 written into it.
@@ -35,12 +38,11 @@ from benchmarks.record import benchmark
 
 SIDES = ("torch", "llama.cpp", "vllm", "bare")
 WRITTEN = "model.safetensors"
-Turn = Callable[[Sequence[tuple[int, ...]], int], int]  # (prompts, new tokens) -> tokens written
+Ids = tuple[int, ...]
+Turn = Callable[[Sequence[Ids], int], list[Ids]]  # (prompts, new tokens) -> the tokens of each
 
 
-def engine_turn(
-    backend: str, model: str, ids: tuple[int, ...], cartridge: int, rest: dict[str, Any]
-) -> Turn:
+def engine_turn(backend: str, model: str, ids: Ids, cartridge: int, rest: dict[str, Any]) -> Turn:
     """Return a turn of one of our engines over a cartridge of the first tokens of `ids`."""
     from cartridge_forge.actors.base import ModelSource, NoPlane, keep_freed_memory
     from cartridge_forge.actors.engine_generator import build_engine, environment
@@ -56,22 +58,22 @@ def engine_turn(
     engine.hold({("d", 1): rest["kv"]})
     prefix = PrefixRef("cartridge/d", 1)
 
-    def turn(prompts: Sequence[tuple[int, ...]], new: int) -> int:
+    def turn(prompts: Sequence[Ids], new: int) -> list[Ids]:
         sampling = Sampling(temperature=0.0, max_tokens=new)
         for at, prompt in enumerate(prompts):
             request = GenerateRequest(str(at), prompt, prefix, sampling, 0, logprobs=False)
             engine.add(str(at), request, prefix)
-        tokens, ended = 0, 0
-        while ended < len(prompts):
-            for _, news in engine.step():
+        answers: dict[int, Ids] = {}
+        while len(answers) < len(prompts):
+            for key, news in engine.step():
                 if isinstance(news, Completion):
-                    tokens, ended = tokens + len(news.token_ids), ended + 1
-        return tokens
+                    answers[int(key)] = news.token_ids
+        return [answers[at] for at in range(len(prompts))]
 
     return turn
 
 
-def bare_turn(model: str, ids: tuple[int, ...], cartridge: int) -> Turn:
+def bare_turn(model: str, ids: Ids, cartridge: int) -> Turn:
     """Return a turn of llama.cpp's own server behind the same tokens, which it keeps in its
     cache."""
     import xllamacpp
@@ -82,23 +84,21 @@ def bare_turn(model: str, ids: tuple[int, ...], cartridge: int) -> Turn:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     server = xllamacpp.Server(params)
 
-    def turn(prompts: Sequence[tuple[int, ...]], new: int) -> int:
+    def turn(prompts: Sequence[Ids], new: int) -> list[Ids]:
         (prompt,) = prompts
         replies: list[Any] = []
         body = {
             "prompt": [*ids[:cartridge], *prompt], "n_predict": new, "temperature": 0,
-            "ignore_eos": True, "cache_prompt": True,
+            "ignore_eos": True, "cache_prompt": True, "return_tokens": True,
         }  # fmt: skip
         server.handle_completions(body, replies.append)
-        return int(replies[-1]["tokens_predicted"])
+        return [tuple(replies[-1]["tokens"])]
 
     return turn
 
 
-def side_process(
-    pipe: Any, side: str, model: str, ids: tuple[int, ...], cartridge: int, kv: Any
-) -> None:
-    """Answer turns over a pipe with (tokens, seconds of the processor) until None comes, and then
+def side_process(pipe: Any, side: str, model: str, ids: Ids, cartridge: int, kv: Any) -> None:
+    """Answer turns over a pipe with (answers, seconds of the processor) until None comes, and then
     tell the memory of this process."""
     import torch
 
@@ -111,8 +111,8 @@ def side_process(
     pipe.send("ready")
     while (asked := pipe.recv()) is not None:
         start = time.process_time()
-        tokens = turn(*asked)
-        pipe.send((tokens, time.process_time() - start))
+        answers = turn(*asked)
+        pipe.send((answers, time.process_time() - start))
     pipe.send(memory())
 
 
@@ -130,6 +130,26 @@ def memory() -> dict[str, int]:
     return {"resident": int(resident.split()[1]) * 1024, "mapped_gguf": mapped}
 
 
+def first_difference(
+    network: Any, kv: Any, prompt: Ids, ours: Ids, theirs: Ids
+) -> dict[str, float] | None:
+    """Return the first token at which two answers differ, and by how many nats the model prefers
+    the first answer's; None where they are the same."""
+    from cartridge_forge.learning.decode import generate
+    from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
+
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+    if at is None:
+        return None
+    one = Sampling(temperature=0.0, max_tokens=1)
+    request = GenerateRequest(
+        "d", (*prompt, *ours[:at]), PrefixRef("d", 0), one, 0, top_logprobs=1000
+    )
+    (completion,) = generate(network, [request], lambda _: kv, frozenset())
+    nats = dict(completion.top_logprobs[0])
+    return {"token": at, "of": len(ours), "nats": nats[ours[at]] - nats[theirs[at]]}
+
+
 def measure(arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
     import torch
 
@@ -142,7 +162,8 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, 
     folder = models_folder() / arguments.model
     kept = sum(file.stat().st_size for file in folder.iterdir() if file.name != WRITTEN)
     ids = tuple(tokenizer_of(str(folder))(arguments.document.read_text()).input_ids)
-    kv = document_kv(load_model(str(folder)), ids[: arguments.cartridge]).numpy()
+    network = load_model(str(folder))
+    kv = document_kv(network, ids[: arguments.cartridge]).numpy()
     context, pipes = get_context("spawn"), {}
     for side in arguments.sides:
         pipes[side], theirs = context.Pipe()
@@ -151,6 +172,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, 
         assert pipes[side].recv() == "ready"
     turns = random.Random(0)
     rates: dict[str, list[float]] = {}
+    written: dict[tuple[str, Ids], Ids] = {}  # by side and prompt
     for number in range(arguments.rounds + 1):
         for streams in arguments.streams:
             begins = turns.sample(range(len(ids) - arguments.prompt), streams)
@@ -160,10 +182,13 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, 
                 if streams > 1 and side == "bare":
                     continue
                 pipes[side].send((prompts, new))
-                tokens, seconds = pipes[side].recv()
-                assert tokens == streams * new, (side, tokens)
+                answers, seconds = pipes[side].recv()
+                assert [len(answer) for answer in answers] == [new] * streams, side
+                written |= {(side, p): a for p, a in zip(prompts, answers, strict=True)}
                 if number:  # the first warms up
-                    rates.setdefault(f"{side}, {streams} streams", []).append(tokens / seconds)
+                    rates.setdefault(f"{side}, {streams} streams", []).append(
+                        streams * new / seconds
+                    )
     memories = {}
     for side, pipe in pipes.items():
         pipe.send(None)
@@ -176,7 +201,18 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, 
             if side != "llama.cpp" and ours and theirs:
                 name = f"llama.cpp over {side}, {streams} streams"
                 ratios[name] = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-    results = {"tokens_per_cpu_second": rates, "memory_bytes": memories, "kept_bytes": kept}
+    pairs = [
+        (prompt, own, written["llama.cpp", prompt])
+        for (side, prompt), own in written.items()
+        if side == "torch" and "llama.cpp" in arguments.sides
+    ]
+    differences = [first_difference(network, torch.from_numpy(kv), *pair) for pair in pairs]
+    results = {
+        "tokens_per_cpu_second": rates,
+        "memory_bytes": memories,
+        "kept_bytes": kept,
+        "differences": differences,
+    }
     return ratios, results
 
 
