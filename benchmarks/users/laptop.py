@@ -14,8 +14,8 @@ turn is `streams` requests at a time, each a prompt of `--prompt` tokens behind 
 `--cartridge` and `--new` greedy tokens. Figures are tokens a second of the processor's time, which
 others on the machine change less than seconds. Ratios are medians over the rounds.
 
-The tokens of `torch` and `llama.cpp` are compared: where they first differ, and by how many nats the
-embedded engine, over the whole weights, prefers its own token there.
+The tokens of `torch` and `llama.cpp` are compared: where they first differ, and by how many nats
+the embedded engine, over the whole weights, prefers its own token there.
 
 The record has of each side the memory of its process, and of a GGUF file mapped into it what is
 resident; and the bytes of the model's folder, without the weights that `torch` and `vllm` have

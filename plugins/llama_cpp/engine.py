@@ -415,6 +415,8 @@ class LlamaEngine:
     def _load_document(self, ref: PrefixRef, ids: Sequence[int], sequence: int) -> None:
         """Load the keys and values of a document, or read it now; the least recently used of those
         that are kept leave for it."""
+        if not ids:
+            return
         state = self._states.pop(ref, None)
         if state is None or not self._pool.load(sequence, state):
             self._pool.forward([BatchToken(sequence, i, t, False) for i, t in enumerate(ids)])
