@@ -169,7 +169,8 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, 
         pipes[side], theirs = context.Pipe()
         target = (theirs, side, str(folder), ids, arguments.cartridge, kv)
         context.Process(target=side_process, args=target, daemon=True).start()
-        assert pipes[side].recv() == "ready"
+    for pipe in pipes.values():
+        assert pipe.recv() == "ready"
     turns = random.Random(0)
     rates: dict[str, list[float]] = {}
     written: dict[tuple[str, Ids], Ids] = {}  # by side and prompt
