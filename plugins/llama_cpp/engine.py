@@ -45,7 +45,7 @@ from cartridge_forge.protocols.step import (
 
 MOST_ROWS = 64  # decoded at a time
 MOST_PREFIXES = 64  # held in llama.cpp's pool at a time
-FIRST_POSITIONS = 2048  # of the pool, which grows to `generator.kv_gib`
+FIRST_POSITIONS = 1024  # of the pool, which grows to `generator.kv_gib`
 BATCH_TOKENS = 512  # of one forward pass
 SCORED_TOKENS = 64  # of a prompt whose logits are read, in one forward pass
 GIB = 2**30
@@ -297,8 +297,16 @@ class LlamaEngine:
                 continue
             if not self._free_rows or not self._make_room(row):
                 break
-            self._waiting.popleft()
             prefix = self._loaded(row)
+            if prefix is None and self._running:
+                self._growing = True
+                break
+            if prefix is None:
+                self._open(self._pool.positions)
+                prefix = self._loaded(row)
+            if prefix is None:
+                raise RunError(f"llama.cpp does not take {row.state.prefix.name}")
+            self._waiting.popleft()
             prefix.users += 1
             row.prefix, row.state.served = prefix, prefix.served
             row.sequence = self._free_rows.pop()
@@ -388,8 +396,9 @@ class LlamaEngine:
         self._open(min(positions, self._most_positions))
         self._growing = False
 
-    def _loaded(self, row: LlamaRow) -> LoadedPrefix:
-        """Return a row's prefix in the pool, loaded now where it is not there."""
+    def _loaded(self, row: LlamaRow) -> LoadedPrefix | None:
+        """Return a row's prefix in the pool, loaded now where it is not there; None where no free
+        positions of its length lie side by side, as llama.cpp wants those of a state."""
         ref = row.state.prefix
         if ref in self._prefixes:
             self._prefixes.move_to_end(ref)
@@ -400,17 +409,22 @@ class LlamaEngine:
             prefix = LoadedPrefix(sequence, len(row.document), ("",))
         else:
             kv = self._composed(ref)
-            self._load_cartridge(ref, kv, sequence)
+            if not self._load_cartridge(ref, kv, sequence):
+                self._free_prefixes.append(sequence)
+                return None
             served = self._fingerprints.served(ref, kv, self._single)
             prefix = LoadedPrefix(sequence, kv.shape[3], served)
         self._prefixes[ref] = prefix
         return prefix
 
-    def _load_cartridge(self, ref: PrefixRef, kv: Tensor, sequence: int) -> None:
+    def _load_cartridge(self, ref: PrefixRef, kv: Tensor, sequence: int) -> bool:
         state = sequence_state(kv.float(), interleaved=self._interleaved)
         if not self._pool.load(sequence, state):
-            raise RunError(f"llama.cpp does not take {ref.name} version {ref.version}")
+            return False
+        if self._pool.state(sequence) != state:  # a fingerprint tells what is decoded over
+            raise RunError(f"llama.cpp holds other numbers of {ref.name} version {ref.version}")
         self._loads, self._loaded_tokens = self._loads + 1, self._loaded_tokens + kv.shape[3]
+        return True
 
     def _load_document(self, ref: PrefixRef, ids: Sequence[int], sequence: int) -> None:
         """Load the keys and values of a document, or read it now; the least recently used of those
