@@ -418,7 +418,7 @@ class LlamaEngine:
         return prefix
 
     def _load_cartridge(self, ref: PrefixRef, kv: Tensor, sequence: int) -> bool:
-        state = sequence_state(kv.float(), interleaved=self._interleaved)
+        state = sequence_state(kv.float(), sequence, interleaved=self._interleaved)
         if not self._pool.load(sequence, state):
             return False
         if self._pool.state(sequence) != state:  # a fingerprint tells what is decoded over

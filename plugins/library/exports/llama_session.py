@@ -46,21 +46,22 @@ def write_session(
     attention."""
     with file.open("wb") as opened:
         opened.write(struct.pack(f"<3I{len(tokens)}i", MAGIC, VERSION, len(tokens), *tokens))
-        opened.writelines(_parts(kv, interleaved, transposed))
+        opened.writelines(_parts(kv, interleaved, transposed, 0))
 
 
-def sequence_state(kv: Tensor, *, interleaved: bool) -> bytes:
-    """Return keys and values [L, 2, H_kv, P, D] as `llama_state_seq_set_data` reads them in a
-    context without flash attention; `interleaved` as in `write_session`."""
-    return b"".join([IN_MEMORY, *_parts(kv, interleaved, transposed=True)])
+def sequence_state(kv: Tensor, sequence: int, *, interleaved: bool) -> bytes:
+    """Return keys and values [L, 2, H_kv, P, D] as `llama_state_seq_set_data` reads them, and
+    `llama_state_seq_get_data` writes them, of a sequence of a context without flash attention;
+    `interleaved` as in `write_session`."""
+    return b"".join([IN_MEMORY, *_parts(kv, interleaved, True, sequence)])
 
 
-def _parts(kv: Tensor, interleaved: bool, transposed: bool) -> Iterator[bytes]:
+def _parts(kv: Tensor, interleaved: bool, transposed: bool, sequence: int) -> Iterator[bytes]:
     layers, _, heads, count, head_dim = kv.shape
     kind, width = GGML_TYPES[kv.dtype][0], heads * head_dim
     yield struct.pack("<2I", 1, count)
     for position in range(count):
-        yield struct.pack("<iIi", position, 1, 0)
+        yield struct.pack("<iIi", position, 1, sequence)
     yield struct.pack("<4I", int(transposed), layers, 0, 0)
     row = struct.pack("<iQ", kind, width * kv.element_size())
     column = struct.pack("<iII", kind, kv.element_size(), width)
