@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 MAGIC, VERSION = 0x67677371, 4  # "ggsq", LLAMA_STATE_SEQ_VERSION
-IN_MEMORY = struct.pack("<2I", 0xAF143CD8, 0)  # begins what `llama_state_seq_set_data` reads
+IN_MEMORY = 0xAF143CD8  # begins what `llama_state_seq_set_data` reads, before the sequence
 # ggml's numbers of types, and what its command line calls them.
 GGML_TYPES = {torch.float32: (0, "f32"), torch.float16: (1, "f16"), torch.bfloat16: (30, "bf16")}
 
@@ -53,7 +53,8 @@ def sequence_state(kv: Tensor, sequence: int, *, interleaved: bool) -> bytes:
     """Return keys and values [L, 2, H_kv, P, D] as `llama_state_seq_set_data` reads them, and
     `llama_state_seq_get_data` writes them, of a sequence of a context without flash attention;
     `interleaved` as in `write_session`."""
-    return b"".join([IN_MEMORY, *_parts(kv, interleaved, True, sequence)])
+    head = struct.pack("<2I", IN_MEMORY, sequence)
+    return b"".join([head, *_parts(kv, interleaved, True, sequence)])
 
 
 def _parts(kv: Tensor, interleaved: bool, transposed: bool, sequence: int) -> Iterator[bytes]:
