@@ -89,10 +89,10 @@ def bare_turn(model: str, ids: Ids, cartridge: int) -> Turn:
         replies: list[Any] = []
         body = {
             "prompt": [*ids[:cartridge], *prompt], "n_predict": new, "temperature": 0,
-            "ignore_eos": True, "cache_prompt": True, "return_tokens": True,
+            "ignore_eos": True, "cache_prompt": True,
         }  # fmt: skip
         server.handle_completions(body, replies.append)
-        return [tuple(replies[-1]["tokens"])]
+        return [(-1,) * replies[-1]["timings"]["predicted_n"]]  # their ids are not told
 
     return turn
 
