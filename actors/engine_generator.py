@@ -1,4 +1,4 @@
-"""Run a generation engine, vLLM's or the embedded one, in a thread of this process.
+"""Run a generation engine, vLLM's, llama.cpp's or the embedded one, in a thread of this process.
 
 Many calls are in flight at a time; each request ends in its own time, may be streamed, and may be
 cancelled.
@@ -24,7 +24,12 @@ from torch import Tensor
 
 from cartridge_forge.actors.base import VLLM_REMEDY, ModelSource, missing_vllm
 from cartridge_forge.learning.cartridge import get_missing, since_of
-from cartridge_forge.learning.model.loading import flush_denormals, text_of, tokenizer_of
+from cartridge_forge.learning.model.loading import (
+    flush_denormals,
+    require_weights,
+    text_of,
+    tokenizer_of,
+)
 from cartridge_forge.learning.teacher import document_kv
 from cartridge_forge.plugins.decoding.grammar import Grammars
 from cartridge_forge.plugins.serve.engine.engine import TorchEngine
@@ -207,7 +212,8 @@ class StreamBuffer:
 
 
 def build_engine(base: ModelSource, end_ids: frozenset[int], spec: GeneratorSpec) -> Engine:
-    """Return the engine of a spec, for an EngineThread. Raises RunError when vLLM is missing."""
+    """Return the engine of a spec, for an EngineThread. Raises RunError when its package is
+    missing."""
     text, grammars = text_of(base.path), Grammars(partial(tokenizer_of, base.path), end_ids)
     if spec.backend == "vllm":
         if missing_vllm():
@@ -216,7 +222,15 @@ def build_engine(base: ModelSource, end_ids: frozenset[int], spec: GeneratorSpec
             VllmEngine,  # reads the environment: not before
         )
 
+        require_weights(base.path)
         return VllmEngine(base.path, base.dtype, base.documents, end_ids, spec, text, grammars)
+    if spec.backend == "llama.cpp":
+        from cartridge_forge.plugins.llama_cpp.engine import LlamaEngine
+
+        return LlamaEngine(
+            base.path, base.dtype, base.threads, base.documents, end_ids, text, grammars,
+            kv_gib=spec.kv_gib, max_kv_bytes=base.max_kv_bytes,
+        )  # fmt: skip
     flush_denormals()
     model = base.load()
     model.pack()

@@ -23,7 +23,8 @@ from cartridge_forge.learning.cartridge import (
     composed,
     since_of,
 )
-from cartridge_forge.learning.decode import GrammarCompiler, generate
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.learning.draws import GrammarCompiler
 from cartridge_forge.learning.model.loading import (
     text_of,
     tokenizer_of,

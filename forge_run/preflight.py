@@ -26,7 +26,7 @@ from cartridge_forge.plugins.spec_files.errors import SpecProblem, combined
 from cartridge_forge.plugins.spec_files.yaml_source import SourceLocation
 from cartridge_forge.plugins.statistics.formatting import bytes_text
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.packages import install_command, is_missing
+from cartridge_forge.protocols.packages import extra_command, install_command, is_missing
 from cartridge_forge.protocols.secrets import secret_text
 from cartridge_forge.protocols.spec.mesh import (
     MODEL_ROLES,
@@ -139,7 +139,7 @@ def _role_faults(spec: RunSpec) -> Iterator[Fault]:
     replicas = spec.mesh.roles["teacher_replay"].replicas
     if shares_no_ledger(spec):
         yield "roles.teacher_replay.replicas", replicas, NO_LEDGER, "use 1, and more max_ongoing"
-    yield from vllm_faults(generator.backend)
+    yield from backend_faults(generator.backend)
     yield from _divided_faults(RsaLearn.of(spec.learn))
     yield from _device_faults(spec)
 
@@ -240,10 +240,13 @@ def _device_faults(spec: RunSpec) -> Iterator[Fault]:
             yield "gpus.gb", gpus.gb, why, remedy
 
 
-def vllm_faults(backend: str) -> Iterator[Fault]:
-    """Yield a fault where the backend is vLLM and vLLM is not installed."""
+def backend_faults(backend: str) -> Iterator[Fault]:
+    """Yield a fault where the backend is vLLM or llama.cpp, and is not installed."""
     if backend == "vllm" and missing_vllm():
         yield "generator.backend", "vllm", "needs vLLM, which is not installed", VLLM_REMEDY
+    if backend == "llama.cpp" and is_missing("xllamacpp"):
+        why = "needs llama.cpp (xllamacpp), which is not installed"
+        yield "generator.backend", backend, why, f"run `{extra_command('llama-cpp')}`"
 
 
 def _model_remedy(model: Path) -> str:

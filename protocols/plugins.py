@@ -247,6 +247,7 @@ SHIPPED = (
             "other_frequencies": f"{PLUGINS}.library.models.adapter:frequencies_by_transformers",
             "kept_verdict": f"{PLUGINS}.library.models.verdicts:kept_verdict",
             "keep_verdict": f"{PLUGINS}.library.models.verdicts:keep_verdict",
+            "whole_weights": f"{PLUGINS}.library.base_models.kept:whole_weights",
             "model_check": f"{PLUGINS}.library.models.parity:check_model",
             "start": f"{PLUGINS}.library.starting:open_start",
             "trainer_files": f"{PLUGINS}.library.stored_files:TrainerFiles",

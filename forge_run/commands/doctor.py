@@ -34,6 +34,7 @@ EXTRAS = {
     "object-store": "records.store",
     "parquet": "data.source: parquet, and Parquet of forge selfstudy",
     "models": "GGUF files, and smollm2-135m, which is one",
+    "llama-cpp": "generator.backend: llama.cpp, cheap answers on a CPU",
 }
 
 

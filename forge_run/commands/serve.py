@@ -24,7 +24,7 @@ from cartridge_forge.forge_run.commands import note
 from cartridge_forge.forge_run.forkserver.client import fork_server
 from cartridge_forge.forge_run.launch import ENGINE, kill_mesh, prepare_process
 from cartridge_forge.forge_run.model_check import check
-from cartridge_forge.forge_run.preflight import EMBEDDED, ON_VLLM, Fault, located, vllm_faults
+from cartridge_forge.forge_run.preflight import EMBEDDED, ON_VLLM, Fault, backend_faults, located
 from cartridge_forge.plugins.cluster.manifests.sizing import model_shape
 from cartridge_forge.plugins.serve.spec import (
     RIGHTS,
@@ -72,7 +72,7 @@ def serve(loaded: LoadedFile[ServeSpec]) -> int:
     if faults:
         raise combined(faults)
     spec = loaded.spec
-    if spec.generator.backend == "torch":  # vLLM computes models by itself
+    if spec.generator.backend == "torch":  # others compute models by themselves
         for line in check(spec.model.path)[1]:
             note(line)
     listening = listen(spec.http.listen, "http.listen")
@@ -83,7 +83,7 @@ def serve(loaded: LoadedFile[ServeSpec]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     prepare_process(spec.health)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    shared = spec.generator.backend == "torch"  # on a CPU: vLLM alone samples on GPUs
+    shared = spec.generator.backend == "torch"  # on a CPU
     model = (spec.model.path, spec.model.dtype) if shared else None
     with listening, fork_server([ENGINE], model) as ready:
         server = ServeProcess(spec, listening, ready)
@@ -201,8 +201,8 @@ def _faults(spec: ServeSpec) -> Iterator[Fault]:
         yield "model.path", spec.model.path, "has no config.json", "give a model's directory"
     if role.procs != 1:
         yield "roles.generator.procs", role.procs, "cannot run", "use 1, and more replicas"
-    yield from vllm_faults(spec.generator.backend)
-    if spec.generator.backend == "torch" and role.gpus:
+    yield from backend_faults(spec.generator.backend)
+    if spec.generator.backend != "vllm" and role.gpus:
         yield gpus, role.gpus, EMBEDDED, ON_VLLM
     judge = spec.process_reward and spec.process_reward.judge
     for secret in judge.teacher.secrets if judge else ():

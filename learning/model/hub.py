@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 SILENT_SECONDS = 5.0
+GGUF = "model.gguf"  # the weights of a model that is kept as a GGUF file
 
 
 def model_files(path: str) -> str:

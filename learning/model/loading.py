@@ -20,7 +20,7 @@ from cartridge_forge.learning.decoder import (
 )
 from cartridge_forge.learning.decoder_config import DecoderConfig, decoder_config
 from cartridge_forge.learning.model.control_tokens import special_tokens, token_count
-from cartridge_forge.learning.model.hub import model_files
+from cartridge_forge.learning.model.hub import GGUF, model_files
 from cartridge_forge.learning.model.verdict import ModelVerdict, kept_verdict
 from cartridge_forge.protocols.errors import DataError, SpecError
 from cartridge_forge.protocols.plugins import optional, resolve
@@ -47,6 +47,7 @@ def load_model(
     if ahead is not None:
         return ahead.to(device)
     verdict = verdict or checked_model(path)
+    require_weights(path)
     config = known_config(path)
     with _model_at(path):
         if config is not None:
@@ -74,11 +75,20 @@ def checked_again(path: str) -> ModelVerdict:
     check_model = optional("hooks", "model_check")
     if check_model is None:
         return ModelVerdict(path)
+    require_weights(path)
     verdict: ModelVerdict
     with _model_at(path):
         verdict = check_model(model_files(path))
     resolve("hooks", "keep_verdict")(path, verdict)
     return verdict
+
+
+def require_weights(path: str) -> None:
+    """Have the weights of a model that is kept as a GGUF file written beside it as safetensors,
+    where they are not there yet. Raises DataError for a damaged file."""
+    folder = Path(path)
+    if (folder / GGUF).is_file() and not (folder / WEIGHTS).is_file():
+        resolve("hooks", "whole_weights")(folder)
 
 
 @contextmanager
@@ -96,6 +106,7 @@ def read_ahead(path: str, dtype: str) -> None:
     """Load a model that our decoder knows on the host, for the next `load_model` of it here and in
     each process that is forked from this one: they share its memory. Other models are left to it,
     and the check to who started this process. Raises DataError as that does."""
+    require_weights(path)
     if known_config(path) is not None:
         verdict = kept_verdict(path) or ModelVerdict(path)
         _AHEAD[path, dtype] = load_model(path, dtype, verdict=verdict)

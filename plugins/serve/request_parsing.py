@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import cast
 
-from cartridge_forge.learning.decode import LEAST_MASS
+from cartridge_forge.learning.draws import LEAST_MASS
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.decoding.grammar import Grammars
 from cartridge_forge.plugins.library.names import (
@@ -524,7 +524,7 @@ class RequestParser:
         elif mode == "exact" and not self._drafts:
             why = (
                 "true needs the embedded engine, which verifies drafts, and generator.backend is "
-                "vllm; ask for auto (the document's answer without a draft) or after"
+                "another; ask for auto (the document's answer without a draft) or after"
             )
         if why and explicit:
             raise bad_request(f"forge.verify {why}", "forge.verify", "not_verifiable")

@@ -25,7 +25,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from cartridge_forge.learning.cartridge import CartridgeId, joined_fingerprint
-from cartridge_forge.learning.decode import DecodeState, new_row
+from cartridge_forge.learning.draws import DecodeState, new_row
 from cartridge_forge.learning.teacher import context_ids
 from cartridge_forge.plugins.decoding.grammar import Grammars
 from cartridge_forge.plugins.decoding.stopping import Decode

@@ -125,6 +125,12 @@ class LearnSpec(JoinedSection):
         """Yield the rules between sections; the first that is broken is reported."""
         row, most = self.train.row_tokens, self.rollout.max_tokens
         yield (
+            self.generator.backend == "llama.cpp",
+            "generator.backend must not be llama.cpp in training, whose quantised weights are not "
+            "those that the trainer computes with",
+            "set torch or vllm; forge ask and forge serve take llama.cpp",
+        )
+        yield (
             most >= row,
             f"rollout.max_tokens must be < train.row_tokens ({row})",
             "a sequence holds the prompt too: lower it or raise train.row_tokens",

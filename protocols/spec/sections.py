@@ -128,11 +128,17 @@ class RolloutSpec(SpecSection):
     _kinds_once = field_validator("kinds")(unique)
 
 
-class GeneratorSpec(SpecSection):
-    """Configure the generators' engine. All keys but `backend` belong to vLLM."""
+Backend = Literal["torch", "vllm", "llama.cpp"]
 
-    backend: Literal["torch", "vllm"] = Field(
-        default="torch", description="torch, embedded; or vllm, which `make install-vllm` brings"
+
+class GeneratorSpec(SpecSection):
+    """Configure the generators' engine. All keys but `backend` and `in_flight` belong to vLLM, and
+    `kv_gib` to llama.cpp too."""
+
+    backend: Backend = Field(
+        default="torch",
+        description="torch, embedded; vllm, which `make install-vllm` brings; or llama.cpp, which "
+        "serves a GGUF file's weights as they are and samples for no training",
     )
     in_flight: Literal["finish", "drain"] = Field(
         default="finish",
@@ -148,7 +154,9 @@ class GeneratorSpec(SpecSection):
     chunk_tokens: int = Field(
         default=2048, ge=32, description="most tokens of an engine step: of a prefill chunk"
     )
-    kv_gib: float = Field(default=1.0, gt=0, description="paged KV of one engine, GiB")
+    kv_gib: float = Field(
+        default=1.0, gt=0, description="paged KV of one engine, GiB; of llama.cpp the most"
+    )
     gpu_share: float | None = Field(
         default=None,
         gt=0,

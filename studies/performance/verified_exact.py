@@ -24,8 +24,9 @@ from torch import Tensor
 
 from benchmarks.meters import one_thread
 from benchmarks.record import benchmark
-from cartridge_forge.learning.decode import DecodeBatch, new_row
+from cartridge_forge.learning.decode import DecodeBatch
 from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.learning.draws import new_row
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.teacher import document_kv
 from cartridge_forge.plugins.chat.messages import AgentMessage

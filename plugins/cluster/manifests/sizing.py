@@ -394,7 +394,7 @@ def server_resources(spec: ServeSpec, size: ModelSize, cartridge_tokens: int) ->
     verifies = spec.verify.mode and spec.generator.backend == "torch"
     documents = spec.verify.max_kv_bytes if verifies else 0
     held = size.weights + spec.held_cartridges * cartridge_tokens * size.kv_token + documents
-    if spec.generator.backend == "vllm":
+    if spec.generator.backend != "torch":
         held += round(spec.generator.kv_gib * GIB)
     processes = 2 + role.replicas + spec.spares  # and the server's and Monarch's
     return Resources(

@@ -32,9 +32,8 @@ from cartridge_forge.learning.attention import (
     over_prefixes,
     window_mask,
 )
-from cartridge_forge.learning.decode import DecodeState
 from cartridge_forge.learning.decoder import LanguageModel, linear
-from cartridge_forge.learning.draws import draw
+from cartridge_forge.learning.draws import DecodeState, draw
 from cartridge_forge.plugins.decoding.verified.rules import (
     LONGEST_BLOCK,
     Verdict,

@@ -1,13 +1,17 @@
 """Keep base models by name: standard directories below `protocols.files.models_folder`.
 
-    smollm2-135m/config.json, model.safetensors, tokenizer.json, ...     as Hugging Face has them
-    smollm2-135m/model.json                                              what `KeptModel` holds
+    smollm2-135m/config.json, tokenizer.json, ...     as Hugging Face has them
+    smollm2-135m/model.gguf                           the weights of a model that is a GGUF file
+    smollm2-135m/model.safetensors                    those of another; of a GGUF file once a
+                                                      process needs them (`whole_weights`)
+    smollm2-135m/model.json                           what `KeptModel` holds
 
 A model comes from a package of the index (`PACKAGED`), a GGUF file, a directory, or the hub.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import shutil
@@ -20,8 +24,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
+from cartridge_forge.learning.model.hub import GGUF
+from cartridge_forge.learning.model.verdict import ModelVerdict
 from cartridge_forge.plugins.library.base_models.gguf_file import GgufFile
-from cartridge_forge.plugins.library.models.verdicts import weight_files, weights_hash
+from cartridge_forge.plugins.library.models.verdicts import keep_verdict, weight_files, weights_hash
 from cartridge_forge.plugins.library.names import is_name
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import (
@@ -33,6 +39,7 @@ from cartridge_forge.protocols.files import (
 )
 
 FACTS = "model.json"
+WEIGHTS = "model.safetensors"
 COPIED = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "LICENSE*", "README.md")
 DOWNLOAD_SECONDS = 1800.0
 SILENT_SECONDS = 30  # pip's patience with a server that says nothing
@@ -96,7 +103,7 @@ PACKAGED = {
 @dataclass(frozen=True)
 class KeptModel:
     """Describe a kept model: `sha256` is that of its safetensors files, one after the other by
-    name; `bytes` are theirs."""
+    name, also where `whole_weights` writes them later; `bytes` are those of the weights as kept."""
 
     name: str
     source: str
@@ -149,19 +156,25 @@ def add_model(
             licence = from_gguf(path, fresh, dtype)
         else:
             licence = _download(source, fresh)
-        _require_computed(fresh, source)
+        verdict = _require_computed(fresh, source)
+        digest = weights_hash(fresh)
+        has_whole = path.is_dir() and (path / WEIGHTS).is_file()
+        if (fresh / GGUF).is_file() and not has_whole:
+            (fresh / WEIGHTS).unlink()
+            keep_verdict(str(fresh), verdict)  # of the model as it is kept
         size = sum(file.stat().st_size for file in weight_files(fresh))
-        model = KeptModel(called, source, licence, weights_hash(fresh), size, utc_text())
+        model = KeptModel(called, source, licence, digest, size, utc_text())
         (fresh / FACTS).write_text(json.dumps(asdict(model), indent=1) + "\n")
     return model
 
 
-def _require_computed(folder: Path, source: str) -> None:
+def _require_computed(folder: Path, source: str) -> ModelVerdict:
     from cartridge_forge.learning.model.loading import checked_again  # imports torch
 
     verdict = checked_again(str(folder))
     if verdict.refusal:
         raise DataError(verdict.refusal.replace(repr(str(folder)), repr(source)))
+    return verdict
 
 
 def kept_models() -> list[KeptModel]:
@@ -185,11 +198,8 @@ def kept_model(name: str) -> KeptModel:
 
 
 def from_gguf(path: Path, folder: Path, dtype: Dtype) -> str:
-    """Write the model in a GGUF file to a folder, as Hugging Face has it; returns its licence.
-    Raises DataError as `GgufFile` and `gguf_tokenizer` do."""
-    import torch
-    from safetensors.torch import save_file
-
+    """Write the model in a GGUF file to a folder, as Hugging Face has it, and the file itself
+    beside it; returns its licence. Raises DataError as `GgufFile` and `gguf_tokenizer` do."""
     from cartridge_forge.plugins.library.base_models.gguf_tokenizer import gguf_tokenizer
 
     file = GgufFile(path)
@@ -198,9 +208,8 @@ def from_gguf(path: Path, folder: Path, dtype: Dtype) -> str:
     config = {
         **file.config(special), "dtype": dtype, "transformers_version": version("transformers"),
     }  # fmt: skip
-    target = getattr(torch, dtype)
-    weights = {name: torch.tensor(array, dtype=target) for name, array in file.weights()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_weights(file, folder / WEIGHTS, dtype)
+    shutil.copyfile(path, folder / GGUF)
     tokenizer.save(str(folder / "tokenizer.json"))
     ends = {file.field(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot")} - {None}
     generation = {**special, "eos_token_id": sorted(map(int, ends))}
@@ -211,6 +220,49 @@ def from_gguf(path: Path, folder: Path, dtype: Dtype) -> str:
     ):
         (folder / name).write_text(json.dumps(content, indent=1) + "\n")
     return str(file.field("general.license", UNKNOWN))
+
+
+def _write_weights(file: GgufFile, target: Path, dtype: str) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    kind = getattr(torch, dtype)
+    weights = {name: torch.tensor(array, dtype=kind) for name, array in file.weights()}
+    save_file(weights, target, metadata={"format": "pt"})
+
+
+def whole_weights(folder: Path) -> None:
+    """Write the weights of a kept GGUF file as safetensors in the dtype of its config.json; another
+    process that does so is waited for. Raises DataError for a damaged file or config."""
+    with (folder / GGUF).open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / WEIGHTS).is_file():
+            return
+        try:
+            dtype = json.loads((folder / "config.json").read_bytes())["dtype"]
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(
+                f"{folder} has no config.json that tells its dtype; add the model again: forge "
+                "models add"
+            ) from error
+        try:
+            with replacing(folder / WEIGHTS) as fresh:
+                _write_weights(GgufFile(folder / GGUF), fresh, dtype)
+        except OSError as error:
+            raise DataError(
+                f"the weights of {folder / GGUF} could not be written beside it ({error}); free "
+                "space there"
+            ) from error
+
+
+def kept_gguf(model: Path) -> Path:
+    """Return the GGUF file of a model's directory. Raises DataError where it has none."""
+    if not (model / GGUF).is_file():
+        raise DataError(
+            f"{model} has no {GGUF}, which llama.cpp reads: add the model from a GGUF file (forge "
+            "models add FILE.gguf), put one there, or set generator.backend: torch"
+        )
+    return model / GGUF
 
 
 def terms_page(source: str) -> str | None:
@@ -281,7 +333,7 @@ def download_wheel(requirement: str, folder: Path) -> Path:
 
 
 def _copy(source: Path, folder: Path) -> str:
-    for pattern in COPIED:
+    for pattern in (*COPIED, GGUF):
         for file in source.glob(pattern):
             shutil.copyfile(file, folder / file.name)
     _require_whole(folder, str(source))
@@ -306,7 +358,8 @@ def _download(repo: str, folder: Path) -> str:
 
 
 def _require_whole(folder: Path, source: str) -> None:
-    lacking = [what for what in ("config.json", "*.safetensors", "tokenizer*.json")
+    weights = GGUF if (folder / GGUF).is_file() else "*.safetensors"
+    lacking = [what for what in ("config.json", weights, "tokenizer*.json")
                if not any(folder.glob(what))]  # fmt: skip
     if lacking:
         raise DataError(f"{source} is no model's directory: it has no {' and no '.join(lacking)}")

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 MAGIC, VERSION = 0x67677371, 4  # "ggsq", LLAMA_STATE_SEQ_VERSION
+IN_MEMORY = 0xAF143CD8  # begins what `llama_state_seq_set_data` reads, before the sequence
 # ggml's numbers of types, and what its command line calls them.
 GGML_TYPES = {torch.float32: (0, "f32"), torch.float16: (1, "f16"), torch.bfloat16: (30, "bf16")}
 
@@ -44,18 +45,24 @@ def write_session(
     model's family is rotated in neighbouring pairs. `transposed`: for a context without flash
     attention."""
     with file.open("wb") as opened:
-        opened.writelines(_parts(kv, tokens, interleaved, transposed))
+        opened.write(struct.pack(f"<3I{len(tokens)}i", MAGIC, VERSION, len(tokens), *tokens))
+        opened.writelines(_parts(kv, interleaved, transposed, 0))
 
 
-def _parts(
-    kv: Tensor, tokens: Sequence[int], interleaved: bool, transposed: bool
-) -> Iterator[bytes]:
+def sequence_state(kv: Tensor, sequence: int, *, interleaved: bool) -> bytes:
+    """Return keys and values [L, 2, H_kv, P, D] as `llama_state_seq_set_data` reads them, and
+    `llama_state_seq_get_data` writes them, of a sequence of a context without flash attention;
+    `interleaved` as in `write_session`."""
+    head = struct.pack("<2I", IN_MEMORY, sequence)
+    return b"".join([head, *_parts(kv, interleaved, True, sequence)])
+
+
+def _parts(kv: Tensor, interleaved: bool, transposed: bool, sequence: int) -> Iterator[bytes]:
     layers, _, heads, count, head_dim = kv.shape
     kind, width = GGML_TYPES[kv.dtype][0], heads * head_dim
-    yield struct.pack(f"<3I{count}i", MAGIC, VERSION, count, *tokens)
     yield struct.pack("<2I", 1, count)
     for position in range(count):
-        yield struct.pack("<iIi", position, 1, 0)
+        yield struct.pack("<iIi", position, 1, sequence)
     yield struct.pack("<4I", int(transposed), layers, 0, 0)
     row = struct.pack("<iQ", kind, width * kv.element_size())
     column = struct.pack("<iII", kind, kv.element_size(), width)

@@ -24,10 +24,8 @@ from pathlib import Path
 from cartridge_forge.learning.model.verdict import ModelVerdict
 from cartridge_forge.protocols.files import checks_folder, write_atomically
 
-WEIGHT_FILES = (
-    "*.safetensors",
-    "*.bin",
-)  # the second kind is read where there is none of the first
+# A later kind is read where there is none of those before it.
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf")
 BLOCK = 1 << 20
 MOST = 200
 SETTLED_SECONDS = 2.0  # a file changed twice within a file system's tick has one time of change

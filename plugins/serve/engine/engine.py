@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from cartridge_forge.learning.cartridge import CartridgeId, Fingerprints, composed
-from cartridge_forge.learning.decode import DecodeBatch, DecodeState, new_row
+from cartridge_forge.learning.decode import DecodeBatch
 from cartridge_forge.learning.decoder import LanguageModel
+from cartridge_forge.learning.draws import DecodeState, new_row
 from cartridge_forge.plugins.decoding.grammar import Grammars
 from cartridge_forge.plugins.decoding.stopping import Decode
 from cartridge_forge.plugins.decoding.verified.decode import VerifiedBatch, VerifiedRow, check_draft

@@ -1,4 +1,4 @@
-"""Give scripts a `Sampler` over a model in this process, embedded or vLLM's, without a mesh.
+"""Give scripts a `Sampler` over a model in this process, by any engine, without a mesh.
 
 with local_sampler("models/clinic-panel", document=chart) as sampler:
     RSAEngine(sampler, N=8, K=4, T=3, task="clinic").run([question])
@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from cartridge_forge.actors.base import ModelSource, NoPlane, keep_freed_memory
 from cartridge_forge.actors.engine_generator import (
@@ -25,7 +24,7 @@ from cartridge_forge.learning.model.loading import checked_model, load_tokenizer
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.serve.engine.engine_thread import EngineThread
 from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler
-from cartridge_forge.protocols.spec.sections import GeneratorSpec
+from cartridge_forge.protocols.spec.sections import Backend, GeneratorSpec
 from cartridge_forge.protocols.step import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef
 
 DOCUMENT = "document"
@@ -38,7 +37,7 @@ MAX_KV_BYTES = 1 << 33
 def local_sampler(
     model: str,
     *,
-    backend: Literal["torch", "vllm"] = "torch",
+    backend: Backend = "torch",
     dtype: str = "float32",
     document: str | None = None,
     cartridge: Path | None = None,
@@ -64,7 +63,7 @@ def local_sampler(
 def local_samplers(
     model: str,
     *,
-    backend: Literal["torch", "vllm"] = "torch",
+    backend: Backend = "torch",
     dtype: str = "float32",
     document: str | None = None,
     cartridge: Path | None = None,
@@ -76,7 +75,7 @@ def local_samplers(
     where they are given. Raises as `local_sampler` does."""
     keep_freed_memory()
     spec = GeneratorSpec(backend=backend, kv_gib=kv_gib)
-    verdict = checked_model(model) if backend == "torch" else None  # vLLM computes by itself
+    verdict = checked_model(model) if backend == "torch" else None  # others compute by themselves
     conversation = ChatRenderer(load_tokenizer(model), {DOCUMENT: document or "-"}, date)
     documents = {NO_DOCUMENT: conversation.head(None)}
     if document is not None:

@@ -15,7 +15,12 @@ from cartridge_forge.learning.attention import FlatAttention
 from cartridge_forge.learning.cartridge import first_tokens
 from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.losses.doc_kl import doc_batch
-from cartridge_forge.learning.model.loading import load_model, load_tokenizer, tokenizer_of
+from cartridge_forge.learning.model.loading import (
+    load_model,
+    load_tokenizer,
+    require_weights,
+    tokenizer_of,
+)
 from cartridge_forge.learning.teacher import TeacherDistribution, document_kv, score_kept
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.plugins.library.base_models.kept import add_model, download_wheel, kept_model
@@ -46,6 +51,7 @@ def logprobs_of(model: LanguageModel, ids: list[int]) -> torch.Tensor:
 
 def theirs_of(path: str, ids: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """transformers' log-probabilities [T, V] of the text."""
+    require_weights(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     with torch.no_grad():
         return model(torch.tensor(ids)[None]).logits[0].double().log_softmax(-1)
@@ -148,7 +154,7 @@ def test_gemma_3_equals_transformers_and_trains_over_token_ids(home: Path) -> No
             float(trainer.step(doc_batch(samples, TeacherDistribution(**scores)), version).kl)
         )
     assert losses[0] > losses[1] > losses[2] > 0
-    assert json.loads((home / "gemma3-270m" / "model.json").read_text())["bytes"] == 1_072_419_256
+    assert json.loads((home / "gemma3-270m" / "model.json").read_text())["bytes"] < 300_000_000
 
 
 @pytest.mark.timeout(1200)
@@ -156,8 +162,11 @@ def test_the_packaged_model_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("FORGE_HOME", str(tmp_path))
     found = add_model("smollm2-135m")
     assert found.sha256.startswith("a672150fb4f9")
-    assert (found.licence, found.bytes) == ("apache-2.0", 538_090_408)
+    assert (found.licence, found.bytes) == ("apache-2.0", 98_362_432)
     path = str(tmp_path / "models" / "smollm2-135m")
+    require_weights(path)
+    whole = (tmp_path / "models" / "smollm2-135m" / "model.safetensors").read_bytes()
+    assert hashlib.sha256(whole).hexdigest() == found.sha256, "the same bytes as when it was added"
     tokenizer, model = load_tokenizer(path), AutoModelForCausalLM.from_pretrained(path)
     asked = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],

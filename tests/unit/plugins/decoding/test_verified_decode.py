@@ -11,7 +11,8 @@ import torch
 from serving_setup import model
 from torch import Tensor
 
-from cartridge_forge.learning.decode import DecodeState, generate, new_row
+from cartridge_forge.learning.decode import generate
+from cartridge_forge.learning.draws import DecodeState, new_row
 from cartridge_forge.learning.teacher import document_kv
 from cartridge_forge.plugins.decoding.verified.decode import VerifiedBatch, VerifiedRow, check_draft
 from cartridge_forge.protocols.errors import DataError

@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from cartridge_forge.forge_run.cli import forge
 from cartridge_forge.learning.attention import FlatAttention
 from cartridge_forge.learning.decoder import LanguageModel
-from cartridge_forge.learning.model.loading import load_model, load_tokenizer
+from cartridge_forge.learning.model.loading import load_model, load_tokenizer, require_weights
 from cartridge_forge.plugins.library.base_models import kept
 from cartridge_forge.plugins.library.base_models.kept import add_model, kept_model, kept_models
+from cartridge_forge.plugins.library.models.verdicts import kept_verdict
 from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import DataError, SpecError
 
@@ -155,14 +156,23 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyGguf:
 def test_a_gguf_file_reads_back_as_the_model_that_was_written(tiny: TinyGguf, home: Path) -> None:
     found = add_model(str(tiny.path))
     assert (found.name, found.licence, found.source) == ("tiny", "apache-2.0", str(tiny.path))
-    weights = home / "tiny" / "model.safetensors"
+    blocks, weights = home / "tiny" / "model.gguf", home / "tiny" / "model.safetensors"
+    assert blocks.read_bytes() == tiny.path.read_bytes()
+    assert found.bytes == blocks.stat().st_size
+    assert not weights.exists()
+    assert kept_verdict(str(home / "tiny")) is not None
+    require_weights(str(home / "tiny"))
     assert found.sha256 == hashlib.sha256(weights.read_bytes()).hexdigest()
-    assert found.bytes == weights.stat().st_size
+    assert kept_verdict(str(home / "tiny")) is not None
+    weights.write_bytes(b"")
+    require_weights(str(home / "tiny"))
+    assert weights.read_bytes() == b"", "it is written once"
+    weights.unlink()
     assert [kept_model("tiny")] == kept_models() == [found]
 
     ids = torch.arange(40)[None] * 7 % 300
-    theirs = AutoModelForCausalLM.from_pretrained(home / "tiny").eval()
     ours = load_model(str(home / "tiny"))
+    theirs = AutoModelForCausalLM.from_pretrained(home / "tiny").eval()
     with torch.no_grad():
         wanted = tiny.model(ids).logits
         assert torch.equal(theirs(ids).logits, wanted)
@@ -179,6 +189,7 @@ def logits_of(model: LanguageModel, ids: torch.Tensor) -> torch.Tensor:
 
 def test_the_weights_equal_those_of_transformers_own_reading(tiny: TinyGguf, home: Path) -> None:
     add_model(str(tiny.path))
+    require_weights(str(home / "tiny"))
     theirs = AutoModelForCausalLM.from_pretrained(tiny.path.parent, gguf_file=tiny.path.name)
     ours = AutoModelForCausalLM.from_pretrained(home / "tiny").state_dict()
     assert all(torch.equal(weight, ours[name]) for name, weight in theirs.state_dict().items())
@@ -250,7 +261,12 @@ def test_a_directory_is_copied_with_its_licence(tiny: TinyGguf, tmp_path: Path, 
     (source / "pytorch_model.bin").write_bytes(b"a pickle")
     assert (add_model(str(source), "other").licence, kept_model("other").name) == ("mit", "other")
     assert not (home / "other" / "pytorch_model.bin").exists()
+    assert not (home / "other" / "model.safetensors").exists()
+    require_weights(str(source))
+    add_model(str(source), "both")
+    assert {"model.gguf", "model.safetensors"} <= {p.name for p in (home / "both").iterdir()}
     (source / "model.safetensors").unlink()
+    (source / "model.gguf").unlink()
     with pytest.raises(DataError, match=r"it has no \*\.safetensors"):
         add_model(str(source))
 

@@ -59,13 +59,13 @@ def test_a_file_reads_back_as_the_model_that_was_written(
     model = drawn(make)
     changes = SCALING.get(family, {})
     add_model(str(write_gguf(tmp_path / "tiny.gguf", architecture, model, pieces, **changes)))
+    ours = load_model(str(home / "tiny"))
     theirs = AutoModelForCausalLM.from_pretrained(home / "tiny").eval()
     written = model.state_dict()
     assert written.keys() == theirs.state_dict().keys()
     assert all(torch.equal(w, written[name]) for name, w in theirs.state_dict().items())
 
     ids = torch.arange(40)[None] * 7 % 300  # past the windows of 8
-    ours = load_model(str(home / "tiny"))
     layers, heads, size = ours.kv_shape
     positions, none = torch.arange(40), torch.zeros(layers, 2, heads, 0, size)
     with torch.no_grad():
