@@ -64,9 +64,8 @@ class Flood:
 
     def __init__(self, at: str, clients: int) -> None:
         self.refusals, self._at, self._over = 0, at, threading.Event()
-        self._threads = [threading.Thread(target=self._send, daemon=True) for _ in range(clients)]
-        for thread in self._threads:
-            thread.start()
+        for _ in range(clients):
+            threading.Thread(target=self._send, daemon=True).start()
 
     def _send(self) -> None:
         body = {"model": "clinic-reader", "messages": MESSAGES, "max_tokens": FLOOD_TOKENS, "n": N,
@@ -95,9 +94,8 @@ class Flood:
         return statistics.median(gaps)
 
     def end(self) -> None:
+        """Send nothing more; what is in flight ends with the server."""
         self._over.set()
-        for thread in self._threads:
-            thread.join(TIMEOUT_S)
 
 
 def p95(values: list[float]) -> float:
