@@ -302,12 +302,13 @@ class RunDirectory:
                 position = (0, 0) if file in of_steps else position
             rows, damaged, torn = salvage(file, _is_event if file == self.events else _is_of_arm)
             if file in (self.metrics, self.rollouts):
-                first = _first_misplaced(rows, single=file == self.metrics)
+                single = file == self.metrics
+                first = _first_misplaced(rows, single=single, gapless=single and not damaged)
                 if first is not None:
                     position = min(position or first, first)
                     messages.append(
-                        f"{file.name}: rows stand twice or in another order from step "
-                        f"{first[1] + 1} of {TRAINED_ARMS[first[0]]}"
+                        f"{file.name}: rows are missing, stand twice or in another order from "
+                        f"step {first[1] + 1} of {TRAINED_ARMS[first[0]]}"
                     )
             if not damaged and not torn:
                 continue
@@ -327,8 +328,12 @@ class RunDirectory:
         return position, messages
 
     def stands(self, state: Mapping[str, Any], position: Position | None) -> bool:
-        """Return whether the rows up to a checkpoint's run state are whole, as `heal` found."""
-        return position is None or _position(state["arm"], state["step"]) <= position
+        """Return whether the rows up to a checkpoint's run state are there, and whole as `heal`
+        found. The row of its own step may be in the state still (`held`)."""
+        arm, step = _position(state["arm"], state["step"])
+        written = (_position(row["arm"], row["step"]) for row in iter_rows(self.metrics))
+        is_there = not step or (arm, step - bool(state.get("held"))) <= max(written, default=(0, 0))
+        return is_there and (position is None or (arm, step) <= position)
 
     def truncate_after(self, arm: str, step: int, measured: Collection[str] = ()) -> dict[str, int]:
         """Cut the files back to a checkpoint and return how many whole rows each lost.
@@ -369,10 +374,12 @@ def _record(row: MetricRow | RolloutRow) -> dict[str, Any]:
     return {name: value for name, value in vars(row).items() if value != {} and value != ()}
 
 
-def _first_misplaced(rows: Sequence[Mapping[str, Any]], *, single: bool) -> Position | None:
+def _first_misplaced(
+    rows: Sequence[Mapping[str, Any]], *, single: bool, gapless: bool
+) -> Position | None:
     """Return the position before the first step whose rows are not where they were appended: of a
-    `single` row for each step, one after the other; else of ids ARM/STEP/0, ARM/STEP/1, ... in it.
-    None where all are."""
+    `single` row for each step, one after the other (`gapless`: from 1 on, without a gap); else of
+    ids ARM/STEP/0, ARM/STEP/1, ... in it. None where all are."""
     first: Position | None = None
     last, last_number = (0, 0), -1
     for row in rows:
@@ -383,6 +390,9 @@ def _first_misplaced(rows: Sequence[Mapping[str, Any]], *, single: bool) -> Posi
         is_second = (arm, step) == last and (single or (ours and number <= last_number))
         if (arm, step) < last or is_second:
             first = min(first or (arm, step - 1), (arm, step - 1))
+        before = last[1] if arm == last[0] else 0
+        if gapless and arm >= last[0] and step > before + 1:
+            first = min(first or (arm, before), (arm, before))
         last, last_number = max(last, (arm, step)), number
     return first
 

@@ -6,7 +6,7 @@ A server with two keys and one generator of the tiny reader. First the polite ke
 clients of the other key keep the queue full with requests of 32 sequences each, and the polite key
 asks again, one request after the other, each of which must be served. Its requests are of one
 token, so their time is the wait and one step. The time of a step of the full batch is the median
-gap between the tokens of a stream of the flooding key. The goal: the 95th percentile is at most the
+gap between the tokens of a stream in it. The goal: the 95th percentile is at most the
 calm one and two of these steps.
 """
 
@@ -64,9 +64,8 @@ class Flood:
 
     def __init__(self, at: str, clients: int) -> None:
         self.refusals, self._at, self._over = 0, at, threading.Event()
-        self._threads = [threading.Thread(target=self._send, daemon=True) for _ in range(clients)]
-        for thread in self._threads:
-            thread.start()
+        for _ in range(clients):
+            threading.Thread(target=self._send, daemon=True).start()
 
     def _send(self) -> None:
         body = {"model": "clinic-reader", "messages": MESSAGES, "max_tokens": FLOOD_TOKENS, "n": N,
@@ -78,26 +77,24 @@ class Flood:
                     time.sleep(0.05)
 
     def step_seconds(self) -> float:
-        """Return the median gap between tokens of a stream of the same key, in the full batch."""
+        """Return the median gap between tokens of a stream of the polite key in the full batch. One
+        of the flooding key would wait behind all that it has queued."""
         body = {"model": "clinic-reader", "messages": MESSAGES, "max_tokens": 64, "stream": True,
                 "temperature": 2}  # fmt: skip
         gaps: list[float] = []
         while len(gaps) < GAPS:
             with (
-                client(self._at, "flooding") as sending,
+                client(self._at, "polite") as sending,
                 sending.stream("POST", "/v1/chat/completions", json=body) as answer,
             ):
-                if answer.status_code != 200:
-                    time.sleep(0.05)
-                    continue
+                answer.raise_for_status()
                 times = [time.perf_counter() for line in answer.iter_lines() if "content" in line]
             gaps += [end - start for start, end in itertools.pairwise(times)]
         return statistics.median(gaps)
 
     def end(self) -> None:
+        """Send nothing more; what is in flight ends with the server."""
         self._over.set()
-        for thread in self._threads:
-            thread.join(TIMEOUT_S)
 
 
 def p95(values: list[float]) -> float:

@@ -60,6 +60,7 @@ from cartridge_forge.protocols.records.run_files import TERMS
 LAST, INCOMING, TAGS = "last", ".incoming", "tags"
 DOCUMENT = "document.txt"
 ABANDONED_SECONDS = 3600
+_NUMBER = re.compile(VERSION)
 
 
 @dataclass(frozen=True)
@@ -115,13 +116,18 @@ class CartridgeStore:
 
     def numbers(self, name: str) -> list[int]:
         """Return the versions that have a directory, damaged ones too, oldest first."""
+        return sorted(number for number, is_version in self._numbered(name).items() if is_version)
+
+    def _numbered(self, name: str) -> dict[int, bool]:
+        """Return whether it is a directory, of all in a cartridge's directory that has a version's
+        number for its name."""
         if not is_name(name):
-            return []
+            return {}
         try:
             with os.scandir(f"{self.directory}/{name}") as entries:
-                return sorted(int(e.name) for e in entries if e.name.isdecimal() and e.is_dir())
+                return {int(e.name): e.is_dir() for e in entries if _NUMBER.fullmatch(e.name)}
         except (FileNotFoundError, NotADirectoryError):
-            return []
+            return {}
 
     def every_name(self) -> list[str]:
         """Return the names of all cartridges, also of those whose every version is damaged."""
@@ -161,7 +167,7 @@ class CartridgeStore:
             return {}
         folder, tags = f"{self.directory}/{name}/{TAGS}", dict[str, int]()
         try:
-            names = sorted(n for n in os.listdir(folder) if not n.startswith("."))
+            names = sorted(n for n in os.listdir(folder) if re.fullmatch(TAG, n))
         except (FileNotFoundError, NotADirectoryError):
             return {}
         for tag in names:
@@ -319,6 +325,11 @@ class CartridgeStore:
         folder = self.directory / f"{name}/{version}"
         try:
             manifest = read_manifest(folder)
+            if (manifest.name, manifest.version) != (name, version):
+                raise DataError(
+                    f"its {MANIFEST} is that of another cartridge or version; drop it, and add "
+                    "the file again"
+                )
             size = os.stat(f"{folder}/{FILE}").st_size
             if size != manifest.bytes:
                 raise DataError(
@@ -331,10 +342,11 @@ class CartridgeStore:
 
     def _last(self, name: str) -> int:
         noted = self.directory / name / LAST
-        last = 0
-        with suppress(OSError, ValueError):  # none yet, or what is no number
-            last = int(noted.read_text())
-        return max([last, *self.numbers(name)])
+        text = "0"
+        with suppress(OSError, ValueError):  # none yet, or what is no text
+            text = noted.read_text()
+        last = int(text) if _NUMBER.fullmatch(text) else 0
+        return max([last, *self._numbered(name)])
 
     def _note_last(self, name: str, version: int) -> None:
         write_atomically(self.directory / name / LAST, str(max(version, self._last(name))))

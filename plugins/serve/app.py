@@ -171,7 +171,8 @@ def _of_body(fault: dict[str, Any]) -> ApiError:
         return bad_request(f"{field} is not served: {UNSERVED[field]}", field, "unsupported")
     if kind == "extra_forbidden":
         return bad_request(
-            f"{param} is no field of this request; remove it, or see /openapi.json",
+            f"{param or 'the empty name'} is no field of this request; remove it, or see "
+            "/openapi.json",
             param,
             "unknown_field",
         )

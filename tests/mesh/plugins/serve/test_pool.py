@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import ctypes
+import gc
 import json
 import os
+import re
 import signal
 import socket
 import struct
@@ -27,6 +30,7 @@ from cartridge_forge.plugins.serve.app import Server, create_server
 from cartridge_forge.plugins.serve.engine.pool_backend import PoolBackend
 from cartridge_forge.plugins.serve.spec import load_serve
 from cartridge_forge.protocols.ports import TraceSpan
+from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
 from cartridge_forge.services.mesh import open_generators
 from cartridge_forge.services.pool.pool import Pool
 from cartridge_forge.services.pool.service import Service
@@ -128,6 +132,30 @@ def test_two_hundred_at_once_lose_nothing(live: Live) -> None:
     assert len(together) == 200
     assert all(reason in ("stop", "length") and tokens for _, reason, tokens in together)
     assert together[::20] == alone
+
+
+def anonymous_bytes() -> int:
+    """Return the anonymous memory of this process, once what is free has been given back."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    kilobytes = re.findall(r"Pss_Anon:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text())[0]
+    return int(kilobytes) * 1024
+
+
+def test_streams_that_have_ended_keep_no_memory(live: Live) -> None:
+    """A port of Monarch that is opened for a stream and given up at its end keeps 9 kB of it."""
+    backend = live.door.handler.config.backend
+    prefix, sampling = PrefixRef("document/none", 0), Sampling(temperature=0.0, max_tokens=2)
+
+    async def streams(count: int) -> None:
+        for number in range(count):  # one after the other: between two of them nobody listens
+            request = GenerateRequest(f"kept/{number}", (1, 100), prefix, sampling, 0)
+            await backend.generate([request], lambda chunk: None)
+
+    live.runner.run(streams(100))
+    before = anonymous_bytes()
+    live.runner.run(streams(400))
+    assert anonymous_bytes() - before < 400 * 3000
 
 
 def test_a_replica_killed_under_load_loses_nothing(live: Live) -> None:

@@ -45,6 +45,7 @@ from cartridge_forge.plugins.wire.openai_chat import ChatRequest, CompletionRequ
         ({"TOP_P": 1}, "TOP_P", "is no field of this request"),
         ({"max-tokens": 1}, "max-tokens", "is no field of this request"),
         ({"int": 1}, "int", "is no field of this request"),
+        ({"": 1}, "", "the empty name is no field of this request"),
         ({"forge": {"Strategy": "x"}}, "forge.Strategy", "is no field of this request"),
         ({"temperature": 3}, "temperature", "less than or equal to 2"),
         ({"temperature": "hot"}, "temperature", "valid number"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -390,11 +391,25 @@ def no_manifest(folder: Path) -> None:
     (folder / MANIFEST).unlink()
 
 
+def copied_from_another(folder: Path) -> None:
+    """Put the version p2@1 there, as a copy by hand does."""
+    for name in (FILE, MANIFEST):
+        shutil.copy(folder.parent.parent / "p2/1" / name, folder / name)
+
+
 DAMAGE = {
+    "another cartridge": copied_from_another,
     "cut manifest": lambda folder: cut(folder / MANIFEST),
     "empty manifest": lambda folder: (folder / MANIFEST).write_bytes(b""),
     "deep manifest": lambda folder: (folder / MANIFEST).write_text("[" * 10**5),
     "no manifest": no_manifest,
+    "no text in the manifest": lambda folder: (folder / MANIFEST).write_bytes(b"\xff" * 40),
+    "a link to nothing": lambda folder: (no_manifest(folder), (folder / MANIFEST).symlink_to("no")),
+    "a link to itself": lambda folder: (
+        no_manifest(folder),
+        (folder / MANIFEST).symlink_to(MANIFEST),
+    ),
+    "a folder as file": lambda folder: ((folder / FILE).unlink(), (folder / FILE).mkdir()),
     "a folder as manifest": lambda folder: (no_manifest(folder), (folder / MANIFEST).mkdir()),
     "cut file": lambda folder: cut(folder / FILE),
     "no file": lambda folder: (folder / FILE).unlink(),
@@ -413,6 +428,7 @@ def test_a_damaged_version_is_named_and_dropped(
     (fault,) = library.damaged("p1").items()
     assert fault[0] == version
     assert f"cartridge p1@{version} is damaged: " in fault[1]
+    assert "p2" not in fault[1]
     assert library.every_name() == ["p1", "p2"]
     assert library.damaged("p2") == {}
     assert library.drop("p1", version) == [version]
@@ -431,7 +447,7 @@ def test_a_cartridge_of_damaged_versions_alone_is_named_and_dropped(
     assert library.every_name() == []
 
 
-@pytest.mark.parametrize("content", [b"", b"x", b"1.5", b"\xff\xfe", b"9" * 5000])
+@pytest.mark.parametrize("content", [b"", b"x", b"1.5", b"\xff\xfe", b"9" * 5000, b"9" * 12])
 def test_a_tag_or_a_last_number_of_anything_else_is_none(
     library: CartridgeStore, content: bytes
 ) -> None:
@@ -446,6 +462,37 @@ def test_a_tag_or_a_last_number_of_anything_else_is_none(
     assert not (folder / "tags" / "best").exists()
     with pytest.raises(DataError, match="has no tag"):
         library.untag("p1", "../last")
+
+
+@pytest.mark.parametrize("odd", ["02", "0", "+2", "\u0662", "2.old", "1" * 40])
+def test_a_folder_that_is_no_version_counts_as_none(library: CartridgeStore, odd: str) -> None:
+    folder = add(library).path.parent
+    shutil.copytree(folder, folder.parent / odd)
+    assert [e.key for e in library.entries("p1")] == [("p1", 1)]
+    assert library.damaged("p1") == {}
+    assert add(library).key == ("p1", 2)
+    assert library.drop("p1") == [1, 2]
+
+
+@pytest.mark.parametrize("target", [None, "nowhere"])
+def test_a_file_in_the_place_of_a_version_is_passed_over(
+    library: CartridgeStore, target: str | None
+) -> None:
+    folder = add(library).path.parent.parent
+    if target is None:
+        (folder / "2").write_text("kept by hand")
+    else:
+        (folder / "2").symlink_to(target)
+    assert add(library).key == ("p1", 3)
+    assert [e.key for e in library.entries("p1")] == [("p1", 1), ("p1", 3)]
+
+
+def test_a_tag_of_another_spelling_is_none(library: CartridgeStore) -> None:
+    entry = add(library)
+    library.tag(CartridgeName("p1", 1), "best")
+    for name in ("two words", "9", "x" * 40, ".best"):
+        (entry.path.parent.parent / "tags" / name).write_text("1")
+    assert library.tags("p1") == {"best": 1}
 
 
 def test_a_library_that_vanished_is_not_made_again(library: CartridgeStore) -> None:
