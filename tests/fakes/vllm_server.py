@@ -21,8 +21,6 @@ from urllib.error import URLError
 
 from cartridge_forge.protocols.files import REPOSITORY
 
-START_SECONDS = 400.0
-
 
 @dataclass(frozen=True)
 class StockServer:
@@ -119,13 +117,11 @@ def exported_server(script: Path, directory: Path, *options: str) -> Iterator[St
 
 @contextmanager
 def answering(server: StockServer) -> Iterator[StockServer]:
-    """Wait until a server answers; end it with the block."""
+    """Wait until a server answers, as long as its process lives; end it with the block."""
     try:
-        deadline = time.monotonic() + START_SECONDS
         while not answers(server.url):
             log = server.log.read_text(errors="replace")[-3000:]
             assert server.process.poll() is None, f"the server ended:\n{log}"
-            assert time.monotonic() < deadline, f"the server does not answer:\n{log}"
             time.sleep(0.2)
         yield server
     finally:

@@ -119,7 +119,7 @@ def test_every_engine_writes_our_tokens(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", ["llama", "untied_llama", "qwen3"])  # heads of 32, its least
 def test_the_server_of_vllm_writes_our_tokens(family: str, tmp_path: Path) -> None:
     """serve.sh as it was written, with the folder's own type of weights."""
