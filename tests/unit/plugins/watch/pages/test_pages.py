@@ -330,9 +330,7 @@ def test_the_interval_of_a_validation(
 
 
 @pytest.mark.parametrize("measured", [True, False])
-def test_a_validation_asks_no_more_than_the_whole_evaluation(
-    tmp_path: Path, measured: bool
-) -> None:
+def test_a_validation_asks_what_the_evaluation_has(tmp_path: Path, measured: bool) -> None:
     """Six of eight right, by evaluate.questions or by what the evaluation then had."""
     questions = 300 if measured else 8
     sets = ("evaluate.probe_questions=48", f"evaluate.questions={questions}")
