@@ -279,9 +279,10 @@ REFUSED: Mapping[str, str] = {
         "ours; export it --for vllm, or serve it with forge serve"
     ),
     "lmcache": (
-        "there is no export for LMCache: lmcache 0.5.6 requires cupy-cuda13x, cuda-python, numpy "
-        "2.2.6 or older and protobuf below 7, beside which neither this project nor its vLLM can "
-        "be installed, so that no read of its store was tried; export it --for vllm, whose library "
-        "lies on a disk that several servers share"
+        "there is no export for LMCache: its store finds keys and values by the hash of the token "
+        "ids before them, and a cartridge has none; lmcache 0.5.6 (numpy 2.2.6 or older, protobuf "
+        "below 7) cannot be installed beside this project, and nothing was compared with ours in "
+        "an environment without it; export it --for vllm, whose library lies on a disk that "
+        "several servers share"
     ),
 }
