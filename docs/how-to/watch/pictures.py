@@ -13,10 +13,11 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
@@ -26,29 +27,50 @@ WIDE, PHONE = (1200, 900), (400, 900)
 WAIT_MS = 600_000
 
 
-def open_row(page: Page) -> None:
-    """Open a wrong sampled answer of the first patient, token by token."""
-    page.locator("button.row", has_text="patient_01").first.click()
+def open_row(page: Page) -> str:
+    """Open the response with most KL of those that are shown, with every token's numbers."""
+    rows = page.locator("button.row")
+    nats = [float(text.split(" nats")[0].split()[-1]) for text in rows.all_inner_texts()]
+    rows.nth(nats.index(max(nats))).click()
     page.wait_for_selector("p.tokens")
+    page.locator("summary").first.click()
+    return "section.card:has(p.tokens)"
 
 
-def open_document(page: Page) -> None:
+def open_document(page: Page) -> str:
+    """Read the document of a cartridge, with what is recalled of it."""
+    card = page.locator("section.card", has_text="What it recalls")
+    card.locator("select").select_option("patient_03")
     page.get_by_role("button", name="Read its document").click()
     page.wait_for_selector(".document")
+    return "section.card:has(.document)"
 
 
-def wait(page: Page) -> None:
-    """Do nothing more: the page is whole once its selector is there."""
+def whole(page: Page) -> str:
+    """Change nothing: the page is whole once its selector is there."""
+    return "body"
 
 
-# The picture, its page, the page's query, the window, the scheme, the most pixels of its height,
-# what the page shows once its data is there, and what is done then.
-PICTURES: tuple[tuple[str, str, str, tuple[int, int], Any, int, str, Any], ...] = (
-    ("run", "run", "", WIDE, "light", 1130, ".uplot canvas", wait),
-    ("rollout", "rollouts", "", WIDE, "light", 1100, "button.row", open_row),
-    ("recall", "cartridges", "", WIDE, "dark", 700, "meter", open_document),
-    ("run_phone", "run", "", PHONE, "dark", 1000, ".uplot canvas", wait),
-)
+@dataclass(frozen=True)
+class Picture:
+    """A picture: the page and its query, the window, what the page shows once its data is there,
+    what is done then (it returns where the picture begins), and the most pixels of its height."""
+
+    page: str
+    size: tuple[int, int]
+    scheme: Literal["light", "dark"]
+    shown: str
+    then: Callable[[Page], str]
+    height: int
+    query: str = ""
+
+
+PICTURES = {
+    "run": Picture("run", WIDE, "light", ".uplot canvas", whole, 1130),
+    "rollout": Picture("rollouts", WIDE, "light", "button.row", open_row, 1000, "&step=30"),
+    "recall": Picture("cartridges", WIDE, "dark", "meter", open_document, 500),
+    "run_phone": Picture("run", PHONE, "dark", ".uplot canvas", whole, 1000),
+}
 
 
 @contextmanager
@@ -70,20 +92,24 @@ def main(run: Path, folder: Path) -> None:
             executable_path=shutil.which("chromium"), args=["--headless=new", "--no-sandbox"]
         )
         root, _, token = address.partition("/?")
-        for name, kind, query, (width, height), scheme, most, shown, then in PICTURES:
+        for name, one in PICTURES.items():
+            width, height = one.size
             page = browser.new_page(
-                viewport={"width": width, "height": height}, color_scheme=scheme
+                viewport={"width": width, "height": height}, color_scheme=one.scheme
             )
             page.set_default_timeout(WAIT_MS)
-            page.goto(f"{root}/{kind}?run={run.parent.name}/{run.name}{query}&{token}")
-            page.wait_for_selector(shown)
-            then(page)
+            page.goto(f"{root}/{one.page}?run={run.parent.name}/{run.name}{one.query}&{token}")
+            page.wait_for_selector(one.shown)
+            part = page.locator(one.then(page)).first
             page.wait_for_timeout(500)  # of the canvases, which are drawn in the next frame
+            box = part.bounding_box()
+            assert box is not None
+            top = max(0, round(box["y"] + page.evaluate("scrollY")) - 10)
+            bottom = min(one.height, round(box["height"]) + 20)
             image = Image.open(io.BytesIO(page.screenshot(full_page=True)))
-            image = image.crop((0, 0, width, min(most, image.height))).convert("RGB")
-            image.quantize(256, dither=Image.Dither.NONE).save(
-                folder / f"{name}.png", optimize=True
-            )
+            image = image.crop((0, top, width, top + bottom)).convert("RGB")
+            image = image.quantize(256, dither=Image.Dither.NONE)
+            image.save(folder / f"{name}.png", optimize=True)
             page.close()
         browser.close()
 
