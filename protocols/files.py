@@ -282,5 +282,5 @@ def named_model(name: str) -> Path | None:
     """Return the directory of the kept model of a name, else of the shipped one; None where there
     is neither."""
     folders = (models_folder() / name, REPOSITORY / "models" / name)
-    known = (one for one in folders if (one / "config.json").is_file())
-    return next(known, None) if Path(name).name == name else None
+    models = (one for one in folders if (one / "config.json").is_file())
+    return next(models, None) if Path(name).name == name else None

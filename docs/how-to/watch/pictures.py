@@ -46,7 +46,7 @@ def open_document(page: Page) -> str:
     return "section.card:has(.document)"
 
 
-def whole(page: Page) -> str:
+def page_top(page: Page) -> str:
     """Change nothing: the page is whole once its selector is there."""
     return "body"
 
@@ -59,17 +59,17 @@ class Picture:
     page: str
     size: tuple[int, int]
     scheme: Literal["light", "dark"]
-    shown: str
+    selector: str
     then: Callable[[Page], str]
     height: int
     query: str = ""
 
 
 PICTURES = {
-    "run": Picture("run", WIDE, "light", ".uplot canvas", whole, 1130),
+    "run": Picture("run", WIDE, "light", ".uplot canvas", page_top, 1130),
     "rollout": Picture("rollouts", WIDE, "light", "button.row", open_row, 1000, "&step=30"),
     "recall": Picture("cartridges", WIDE, "dark", "meter", open_document, 500),
-    "run_phone": Picture("run", PHONE, "dark", ".uplot canvas", whole, 1000),
+    "run_phone": Picture("run", PHONE, "dark", ".uplot canvas", page_top, 1000),
 }
 
 
@@ -99,7 +99,7 @@ def main(run: Path, folder: Path) -> None:
             )
             page.set_default_timeout(WAIT_MS)
             page.goto(f"{root}/{one.page}?run={run.parent.name}/{run.name}{one.query}&{token}")
-            page.wait_for_selector(one.shown)
+            page.wait_for_selector(one.selector)
             part = page.locator(one.then(page)).first
             page.wait_for_timeout(500)  # of the canvases, which are drawn in the next frame
             box = part.bounding_box()

@@ -129,8 +129,8 @@ def _weights_dtype(request: ExportRequest) -> str:
     """Return the type in which the cartridge saw the weights, as vLLM names it. Its own `auto`
     rounds the weights of a float32 model to half precision."""
     config = json.loads((request.model / "config.json").read_bytes())
-    kept = config.get("dtype") or config.get("torch_dtype") or "auto"
-    return request.cartridge.facts.weights_dtype or str(kept)
+    config_dtype = config.get("dtype") or config.get("torch_dtype") or "auto"
+    return request.cartridge.facts.weights_dtype or str(config_dtype)
 
 
 def _heading(request: ExportRequest, engine: str) -> str:

@@ -135,8 +135,8 @@ def _probe_questions(view: RunView) -> int:
     if view.spec is None:
         return 0
     evaluate = view.spec.learn.evaluate
-    whole = [row["n"] for row in view.events.rows if row["event"] == "evaluated"]
-    return min(evaluate.probe_questions, evaluate.questions, *whole)
+    counts = [row["n"] for row in view.events.rows if row["event"] == "evaluated"]
+    return min(evaluate.probe_questions, evaluate.questions, *counts)
 
 
 def probe_interval(accuracy: float, questions: int) -> list[float] | None:
