@@ -276,3 +276,11 @@ def model_names() -> list[str]:
     folder = models_folder()
     folders = folder.iterdir() if folder.is_dir() else ()
     return sorted(p.name for p in folders if (p / "config.json").is_file())
+
+
+def named_model(name: str) -> Path | None:
+    """Return the directory of the kept model of a name, else of the shipped one; None where there
+    is neither."""
+    folders = (models_folder() / name, REPOSITORY / "models" / name)
+    models = (one for one in folders if (one / "config.json").is_file())
+    return next(models, None) if Path(name).name == name else None

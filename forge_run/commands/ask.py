@@ -43,7 +43,7 @@ from cartridge_forge.plugins.spec_files.loading import load_resolved
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest, SampleResult
 from cartridge_forge.plugins.wire.foreign import read_json
 from cartridge_forge.protocols.errors import DataError, RunError, SpecError
-from cartridge_forge.protocols.files import model_names, models_folder
+from cartridge_forge.protocols.files import named_model
 from cartridge_forge.protocols.records.run_files import date_of
 from cartridge_forge.protocols.secrets import secret_text
 from cartridge_forge.protocols.spec.model import ModelSpec
@@ -297,17 +297,19 @@ def library_cartridge(
 
 def model_of(entry: CartridgeVersion, served: ModelSpec, base: BaseModelInfo) -> ModelSpec:
     """Return the model that a cartridge is for: the one that the library's server serves, or a kept
-    one of the name that it was trained with. Raises DataError where there is neither."""
+    or shipped one of the name that it was trained with. Raises DataError where there is neither."""
     facts = entry.manifest.facts
     if facts.config_sha256 in ("", base.config_sha256):
         return served
-    if facts.base not in model_names():
+    model = named_model(facts.base)
+    if model is None:
         raise DataError(
             f"{entry.manifest.name} was trained for the model {facts.base}, which is not kept "
             f"here; add it (forge models add {facts.base}), or name it: --set model.path=DIR"
         )
-    path = str(models_folder() / facts.base)
-    return served.model_copy(update={"path": path, "dtype": facts.weights_dtype or served.dtype})
+    return served.model_copy(
+        update={"path": str(model), "dtype": facts.weights_dtype or served.dtype}
+    )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from cartridge_forge.forge_run.commands import note
 from cartridge_forge.plugins.statistics.formatting import TableSection, bytes_text
 from cartridge_forge.protocols.errors import DataError, SpecError
-from cartridge_forge.protocols.files import model_names, models_folder
+from cartridge_forge.protocols.files import named_model
 
 if TYPE_CHECKING:
     from cartridge_forge.plugins.evaluate.bench.running import BenchRow
@@ -60,7 +60,7 @@ def command(
             raise SpecError(f"{lacking[0]} is trained by PEFT: pip install {PEFT}")
         show(f"note: {', '.join(lacking)} are left out, for PEFT is not installed ({PEFT})")
         chosen = [one for one in chosen if one not in BY_PEFT]
-    path = str(models_folder() / model) if model in model_names() else model
+    path = str(named_model(model) or model)
     tokenizer = load_tokenizer(path)
     documents_read = {one.name: one.text for one in read_documents([str(documents)]).documents}
     texts = {name: excerpt(tokenizer, text, most) for name, text in documents_read.items()}

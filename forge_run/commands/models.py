@@ -22,7 +22,7 @@ from cartridge_forge.plugins.library.base_models.kept import (
 from cartridge_forge.plugins.library.models.verdicts import WAYS
 from cartridge_forge.plugins.statistics.formatting import TableSection, facts, render
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.files import model_names, models_folder
+from cartridge_forge.protocols.files import model_names, models_folder, named_model
 from cartridge_forge.protocols.spec.model import ModelSpec
 
 POLL_SECONDS = 2.0  # between two looks for a model that another process adds
@@ -49,8 +49,7 @@ def add(
 def check(*, name: str) -> list[TableSection]:
     """Check a model now, keep the verdict and return it, way by way. Raises DataError for a model
     that is not computed right, once its differences are printed."""
-    is_kept = name in model_names() and not Path(name).is_dir()
-    path = str(models_folder() / name) if is_kept else name
+    path = name if Path(name).is_dir() else str(named_model(name) or name)
     verdict = check_again(path)
     if not verdict.refusal:
         return _told(verdict)

@@ -13,7 +13,7 @@ from cartridge_forge.plugins.wire.openai_chat import (
     StopString,
 )
 from cartridge_forge.plugins.wire.openai_tools import MAX_TOOLS, CallId, ToolName
-from cartridge_forge.plugins.wire.parts import MAX_ITEMS, RequestPart, ResponsePart
+from cartridge_forge.plugins.wire.parts import MAX_ITEMS, RequestBody, RequestPart, ResponsePart
 
 
 class CacheableBlock(RequestPart):
@@ -100,7 +100,7 @@ class DisabledThinking(RequestPart):
     type: Literal["disabled"]
 
 
-class CountTokensRequest(RequestPart):
+class CountTokensRequest(RequestBody):
     """Read what the prompt of a message is made of."""
 
     model: str = Field(

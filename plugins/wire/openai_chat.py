@@ -24,7 +24,13 @@ from cartridge_forge.plugins.wire.openai_tools import (
     ToolChoice,
     agent_tools,
 )
-from cartridge_forge.plugins.wire.parts import MAX_IDS, MAX_ITEMS, RequestPart, ResponsePart
+from cartridge_forge.plugins.wire.parts import (
+    MAX_IDS,
+    MAX_ITEMS,
+    RequestBody,
+    RequestPart,
+    ResponsePart,
+)
 from cartridge_forge.protocols.logit_rules import LEAST_REPETITION, MOST_REPETITION
 
 MAX_SEED = 2**63 - 1
@@ -142,7 +148,7 @@ class StructuredOutputs(RequestPart):
     )
 
 
-class SamplingFields(RequestPart):
+class SamplingFields(RequestBody):
     """Read the fields that both OpenAI endpoints share."""
 
     model: str = Field(

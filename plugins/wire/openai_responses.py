@@ -17,7 +17,7 @@ from cartridge_forge.plugins.wire.openai_chat import (
     ServedStreamOptions,
 )
 from cartridge_forge.plugins.wire.openai_tools import MAX_TOOLS, CallId, ServedFunction, ToolName
-from cartridge_forge.plugins.wire.parts import MAX_ITEMS, RequestPart, ResponsePart
+from cartridge_forge.plugins.wire.parts import MAX_ITEMS, RequestBody, RequestPart, ResponsePart
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -109,7 +109,7 @@ class ResponsesText(RequestPart):
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesRequest(RequestPart):
+class ResponsesRequest(RequestBody):
     model: str = Field(
         max_length=320, description="auto or BASE[+CARTRIDGE[@VERSION]], [:STRATEGY]"
     )

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.files import model_names, models_folder
+from cartridge_forge.protocols.files import model_names, named_model
 from cartridge_forge.protocols.spec.base import Absolute, PathRule, SpecSection, broken
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -61,20 +61,20 @@ def kv_values_per_token(shape: ShapeSpec) -> int:
 
 
 def _local_model(text: str, sections: Sequence[object], absolute: Absolute) -> str:
-    """Return a model's directory absolute, by its path or by the name of a kept model; a hub id as
-    it is. Raises SpecError for the name of no kept model."""
+    """Return a model's directory absolute, by its path or by the name of a kept or shipped model; a
+    hub id as it is. Raises SpecError for the name of neither."""
     directory = absolute(text)
     if text.startswith((".", "/", "~")) or Path(directory).is_dir():
         return directory
     if "/" in text:
         return text
-    names = model_names()
-    if text not in names:
-        raise SpecError(
-            f"there is no model {text!r} (model.path): it is no directory, and the models kept are "
-            f"{', '.join(names) or 'none'}; add it with forge models add {text}"
-        )
-    return str(models_folder() / text)
+    if model := named_model(text):
+        return str(model)
+    names = ", ".join(model_names()) or "none"
+    raise SpecError(
+        f"there is no model {text!r} (model.path): it is no directory, and the models kept are "
+        f"{names}; add it with forge models add {text}"
+    )
 
 
 class ModelSpec(SpecSection):

@@ -21,8 +21,6 @@ from urllib.error import URLError
 
 from cartridge_forge.protocols.files import REPOSITORY
 
-START_SECONDS = 400.0
-
 
 @dataclass(frozen=True)
 class StockServer:
@@ -47,13 +45,18 @@ def installed(directory: Path) -> Path:
     return directory
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 def started(
     model: Path, library: Path, directory: Path, *options: str, **transfer: str
 ) -> StockServer:
     """Start a server of `model`, on loopback, and return without waiting for it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     config = {
         "kv_connector": "CartridgeLibraryConnector", "kv_role": "kv_consumer",
         "kv_connector_extra_config": {"library": str(library)}, **transfer,
@@ -65,10 +68,16 @@ def started(
         "--kv-cache-memory-bytes", "50000000", "--max-model-len", "1024", "--max-num-seqs", "32",
         "--max-num-batched-tokens", "96", "--kv-transfer-config", json.dumps(config), *options,
     ]  # fmt: skip
+    return launched(command, port, directory)
+
+
+def launched(command: Sequence[str], port: int, directory: Path) -> StockServer:
+    """Start the command of a server, whose log is written to `directory`."""
     paths = [str(installed(directory / "site")), os.environ["PYTHONPATH"]]
+    programs = [str(Path(sys.executable).parent), os.environ["PATH"]]
     environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        **os.environ, "PATH": os.pathsep.join(programs), "PYTHONPATH": os.pathsep.join(paths),
+        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }  # fmt: skip
     log = directory / "server.log"
     with log.open("wb") as out:
@@ -93,13 +102,26 @@ def stock_server(
     model: Path, library: Path, directory: Path, *options: str
 ) -> Iterator[StockServer]:
     """A server that answers; it ends with the block."""
-    server = started(model, library, directory, *options)
+    with answering(started(model, library, directory, *options)) as server:
+        yield server
+
+
+@contextmanager
+def exported_server(script: Path, directory: Path, *options: str) -> Iterator[StockServer]:
+    """The server of a folder that `forge export --for vllm` wrote, on loopback."""
+    port = free_port()
+    command = [str(script), "--host", "127.0.0.1", "--port", str(port), *options]
+    with answering(launched(command, port, directory)) as server:
+        yield server
+
+
+@contextmanager
+def answering(server: StockServer) -> Iterator[StockServer]:
+    """Wait until a server answers, as long as its process lives; end it with the block."""
     try:
-        deadline = time.monotonic() + START_SECONDS
         while not answers(server.url):
             log = server.log.read_text(errors="replace")[-3000:]
             assert server.process.poll() is None, f"the server ended:\n{log}"
-            assert time.monotonic() < deadline, f"the server does not answer:\n{log}"
             time.sleep(0.2)
         yield server
     finally:

@@ -5,6 +5,7 @@ A page marks what is run. These are fenced blocks and comments of the page:
     ```sh                         commands, one a line; a line that ends in \\ goes on
     ```yaml title="mine.yaml"     a file that the reader writes, of any language
     <!-- prints: TEXT -->         the commands above print TEXT
+    <!-- prints in full: TEXT --> they do so, but not in the short way
     <!-- short: --set a=1 -->     the short way appends this to each command of the next block
     <!-- long -->                 the short way leaves the next block out
     <!-- before -->               the next block has been run before any test: `make install`
@@ -27,7 +28,7 @@ TUTORIALS = ROOT / "docs" / "tutorials"
 CORE = ROOT / "docs" / "explanation" / "core.md"
 PAGES = sorted(page.name for page in TUTORIALS.glob("*.md") if page.name != "index.md")
 FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?$")
-COMMENT = re.compile(r"^<!-- (prints|short|long|before)(?:: (.*))? -->$")
+COMMENT = re.compile(r"^<!-- (prints|prints in full|short|long|before)(?:: (.*))? -->$")
 
 
 @dataclass
@@ -39,6 +40,7 @@ class TutorialBlock:
     text: str
     marks: dict[str, str]
     prints: list[str] = field(default_factory=list)
+    prints_in_full: list[str] = field(default_factory=list)
 
     def commands(self, short: bool) -> list[str]:
         """Return its commands, in the short way with what the page appends to them."""
@@ -57,6 +59,8 @@ def blocks(page: str) -> Iterator[TutorialBlock]:
             name, text = comment.group(1), comment.group(2) or ""
             if name == "prints":
                 found[-1].prints.append(text)
+            elif name == "prints in full":
+                found[-1].prints_in_full.append(text)
             else:
                 marks[name] = text
         elif fence := FENCE.match(line):
@@ -137,7 +141,7 @@ def follow(
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s,
             )  # fmt: skip
             assert ended.returncode == 0, f"{page.name}: {commands}\n{ended.stdout}"
-            for text in block.prints:
+            for text in [*block.prints, *([] if short else block.prints_in_full)]:
                 assert text in ended.stdout, f"{page.name}: {commands} prints no {text!r}"
             done += commands
     return done

@@ -177,10 +177,13 @@ def _rewards(
     complete = [e for e in episodes if not e.error]
     rewards = [e.reward for e in complete if e.reward is not None]
     if complete and not rewards:
+        unknowing = "" if plan.script else (
+            "; these agents do not know the task: give the right actions with --script FILE"
+        )  # fmt: skip
         return [CheckFinding(
             True, f"no reward arrived in {len(complete)} episodes of at most {plan.turns} turns",
             "end episodes with done and a reward; or set returns: sum or last, which count the "
-            "rewards of steps; or play more turns",
+            f"rewards of steps; or play more turns{unknowing}",
         )]  # fmt: skip
     findings = []
     still_open = [e for e in complete if e.reward is None]

@@ -17,6 +17,7 @@ answer is worse than none.
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -124,6 +125,14 @@ def _write_facts(request: ExportRequest, folder: Path, **more: Any) -> dict[str,
     return facts
 
 
+def _weights_dtype(request: ExportRequest) -> str:
+    """Return the type in which the cartridge saw the weights, as vLLM names it. Its own `auto`
+    rounds the weights of a float32 model to half precision."""
+    config = json.loads((request.model / "config.json").read_bytes())
+    config_dtype = config.get("dtype") or config.get("torch_dtype") or "auto"
+    return request.cartridge.facts.weights_dtype or str(config_dtype)
+
+
 def _heading(request: ExportRequest, engine: str) -> str:
     cartridge = request.cartridge
     return dedent(f"""\
@@ -222,7 +231,7 @@ def _write_vllm(request: ExportRequest, folder: Path) -> str:
     library = CartridgeStore(folder / "library", read_base(request.model))
     add_cartridge(library, request.name, request.cartridge, {})
     _write_facts(request, folder)
-    served = request.cartridge.facts.base
+    served, dtype = request.cartridge.facts.base, _weights_dtype(request)
     transfer = {
         "kv_connector": "CartridgeLibraryConnector", "kv_role": "kv_consumer",
         "kv_connector_extra_config": {"library": "library"},
@@ -233,12 +242,13 @@ def _write_vllm(request: ExportRequest, folder: Path) -> str:
         dedent(f"""\
         #!/bin/sh
         # Serve MODEL with the cartridges of ./library: ./serve.sh [MODEL] [vLLM's own options]
-        model=${{1:-{request.model.absolute()}}}
-        test $# -gt 0 && shift
+        model={shlex.quote(str(request.model.absolute()))}
+        case ${{1:--}} in -*) ;; *) model=$1; shift ;; esac
+        test -d "$model" && model=$(cd "$model" && pwd)
         cd "$(dirname "$0")" || exit 1
         VLLM_USE_V2_MODEL_RUNNER=0 exec python -m vllm.entrypoints.openai.api_server \\
-          --model "$model" --served-model-name {served} --no-async-scheduling \\
-          --kv-transfer-config "$(cat kv_transfer.json)" "$@"
+          --model "$model" --served-model-name {shlex.quote(served)} --dtype {dtype} \\
+          --no-async-scheduling --kv-transfer-config "$(cat kv_transfer.json)" "$@"
         """)
     )
     script.chmod(0o700)
@@ -253,6 +263,8 @@ def _write_vllm(request: ExportRequest, folder: Path) -> str:
         - A version that is added to library/ while the server runs serves the next request.
         - One cartridge a request. `forge serve` composes several.
         - Asynchronous scheduling is refused: the server does not start with it.
+        - The weights are read in {dtype}, as the cartridge was trained over them; vLLM's `auto` would
+          round float32 to half precision.
         """)  # noqa: E501 - the lines of a page, with names filled in
 
 
@@ -267,9 +279,10 @@ REFUSED: Mapping[str, str] = {
         "ours; export it --for vllm, or serve it with forge serve"
     ),
     "lmcache": (
-        "there is no export for LMCache: lmcache 0.5.6 requires cupy-cuda13x, cuda-python, numpy "
-        "2.2.6 or older and protobuf below 7, beside which neither this project nor its vLLM can "
-        "be installed, so that no read of its store was tried; export it --for vllm, whose library "
-        "lies on a disk that several servers share"
+        "there is no export for LMCache: its store finds keys and values by the hash of the token "
+        "ids before them, and a cartridge has none; lmcache 0.5.6 (numpy 2.2.6 or older, protobuf "
+        "below 7) cannot be installed beside this project, and nothing was compared with ours in "
+        "an environment without it; export it --for vllm, whose library lies on a disk that "
+        "several servers share"
     ),
 }

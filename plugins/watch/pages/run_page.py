@@ -84,8 +84,7 @@ def curves(view: RunView, generation: int, since: int) -> dict[str, Any]:
     than FIRST_ROWS every `stride`-th is sent, and each with a validation.
     """
     view.refresh()
-    spec = view.spec
-    questions = spec.learn.evaluate.probe_questions if spec is not None else 0
+    questions = _probe_questions(view)
 
     def shown_row(row: Mapping[str, Any]) -> dict[str, Any]:
         keys = ("arm", "step", "kl", "grad_norm", "lr", "tokens", "stale_tokens", "accuracy")
@@ -129,6 +128,15 @@ def happenings(view: RunView, last: int) -> list[dict[str, Any]]:
     view.refresh()
     rows = [row for row in view.events.rows if row["event"] not in NOISE]
     return rows[: -last - 1 : -1]
+
+
+def _probe_questions(view: RunView) -> int:
+    """Return how many held-out questions a validation asks: no more than the whole evaluation."""
+    if view.spec is None:
+        return 0
+    evaluate = view.spec.learn.evaluate
+    counts = [row["n"] for row in view.events.rows if row["event"] == "evaluated"]
+    return min(evaluate.probe_questions, evaluate.questions, *counts)
 
 
 def probe_interval(accuracy: float, questions: int) -> list[float] | None:

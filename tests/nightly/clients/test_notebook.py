@@ -39,7 +39,7 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     assert all(cell["execution_count"] for cell in shown.values())
     (plot,) = shown["import matplotlib.pyplot as plt"]["outputs"]
     assert "image/png" in plot["data"]
-    assert "86 units" in texts(shown['cartridge = forge.cartridges["patient_01"]'])
+    assert "lakeside" in texts(shown['cartridge = forge.cartridges["patient_01"]'])
     assert (tmp_path / "patient_01.pt").is_file()
 
 

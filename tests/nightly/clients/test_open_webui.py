@@ -78,10 +78,10 @@ def test_its_list_has_every_cartridge(webui: httpx2.Client) -> None:
 def test_a_cartridge_answers_in_it(webui: httpx2.Client) -> None:
     body: dict[str, Any] = {
         "model": CARTRIDGE, "stream": False, "temperature": 0, "max_tokens": 16,
-        "messages": [{"role": "user", "content": "what is the insulin?"}],
+        "messages": [{"role": "user", "content": "what is the pharmacy?"}],
     }  # fmt: skip
     reply = webui.post("/api/chat/completions", json=body).json()
-    assert reply["choices"][0]["message"]["content"] == " the chart says insulin 86 units."
+    assert reply["choices"][0]["message"]["content"] == " the chart says pharmacy lakeside."
     streamed = webui.post("/api/chat/completions", json={**body, "stream": True}).text
-    assert "86" in streamed
+    assert "lakeside" in streamed
     assert streamed.rstrip().endswith("data: [DONE]")

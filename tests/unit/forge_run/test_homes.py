@@ -21,6 +21,7 @@ from cartridge_forge.protocols.files import (
     checks_folder,
     library_folder,
     models_folder,
+    named_model,
 )
 
 READER = str(REPOSITORY / "models" / "clinic-reader")
@@ -83,6 +84,20 @@ def test_shipped_names_are_taken_by_commands(elsewhere: Path) -> None:
     over = load_spec("longhealth", overlays=["configs/longhealth.yaml"])
     assert over.spec == load_spec("longhealth", overlays=["longhealth"]).spec
     assert list(elsewhere.iterdir()) == []
+
+
+def test_a_shipped_model_has_a_name_too_after_those_that_are_kept(elsewhere: Path) -> None:
+    def model_of(name: str) -> str:
+        return str(load_spec("documents", sets=[f"model={name}"]).spec.learn.model.path)
+
+    assert model_of("clinic-reader") == READER
+    assert named_model("../models/clinic-reader") is named_model("pretrain") is None
+    kept = models_folder() / "clinic-reader"
+    kept.mkdir(parents=True)
+    (kept / "config.json").write_text("{}")
+    assert model_of("clinic-reader") == str(kept)
+    with pytest.raises(SpecError, match=r"no model .clinic..*models kept are clinic-r"):
+        model_of("clinic")
 
 
 def test_the_command_to_ask_has_what_another_folder_needs(elsewhere: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import { ask, card, count, elapsed, follow, guarded, h, main, run, send, showOutcome } from "/static/page.js";
 
 const NAMES = { none: "without the document", cartridge: "with the cartridge", document: "with the whole document" };
-const answers = h("div.page", { "aria-live": "polite" });
+const answers = h("div.page", { "aria-live": "polite" }), sharing = h("span");
 
 // The parts of an answer: tokens that the document refuses, or where another is likelier, have a title.
 function marked(one) {
@@ -58,8 +58,11 @@ async function form() {
     });
   };
   main.replaceChildren(card("Ask", h("form.filters", { onsubmit: submit }, h("label", {}, "cartridge", which), h("label.wide", {}, "question", question), h("label", {}, "most tokens", most), button),
-    h("p.soft", {}, `Of ${found.shown}, greedily. While the run goes on it shares this machine's processors with it.`)), answers);
+    h("p.soft", {}, `Of ${found.shown}, greedily.`, sharing)), answers);
 }
 
-follow((marks) => showOutcome(marks.outcome));
+follow((marks) => {
+  showOutcome(marks.outcome);
+  sharing.textContent = marks.outcome === "running" ? " It shares this machine's processors with the run." : "";
+});
 guarded(form);

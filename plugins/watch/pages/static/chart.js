@@ -12,7 +12,8 @@ export function colour(name) {
 
 /**
  * A chart in a figure. `series`: [{label, colour, dash, width, points, fill, scale}], `bands`:
- * [[upper, lower] series]. `update(columns)` takes [steps, ...values of each series].
+ * [[upper, lower] series]. `update(columns)` takes [steps, ...values of each series]. A series
+ * without a value is not named below the chart.
  */
 export class Chart {
   constructor(title, note, series, { bands = [], format = (v) => number(v), range = null } = {}) {
@@ -31,10 +32,13 @@ export class Chart {
   update(columns) {
     this.columns = columns;
     this.element.hidden = !columns[0].length;
-    if (this.plot && this.place.clientWidth) this.plot.setData(columns);
+    const named = this.series.map((one, s) => !one.hidden && columns[s + 1].some((value) => value !== null));
+    const same = this.named && named.every((one, s) => one === this.named[s]);
+    this.named = named;
+    if (this.plot && same && this.place.clientWidth) this.plot.setData(columns);
     else this._redraw();
     const last = columns[0].map((_, i) => i).slice(-TABLE_ROWS);
-    const shown = this.series.map((one, s) => [one, s + 1]).filter(([one]) => !one.hidden);
+    const shown = this.series.map((one, s) => [one, s + 1]).filter(([, s]) => named[s - 1]);
     this.numbers.replaceChildren(table(
       `${this.title}: the last ${last.length} of ${columns[0].length} points`,
       ["step", ...shown.map(([one]) => one.label)],
@@ -61,10 +65,10 @@ export class Chart {
       cursor: { points: { size: 6 } },
       legend: { live: true },
       bands: this.bands.map(([upper, lower]) => ({ series: [upper, lower], fill: colour("band") })),
-      series: [{ label: "step" }, ...this.series.map((one) => ({
+      series: [{ label: "step" }, ...this.series.map((one, s) => ({
         label: one.label, stroke: colour(one.colour), width: one.width ?? 1.6, dash: one.dash,
         fill: one.fill ? colour(one.colour) : undefined, points: { show: one.points ?? false, size: 5 },
-        spanGaps: true, class: one.hidden ? "no-legend" : undefined, value: (_, value) => this.format(value),
+        spanGaps: true, class: this.named[s] ? undefined : "no-legend", value: (_, value) => this.format(value),
       }))],
     }, this.columns, this.place);
   }

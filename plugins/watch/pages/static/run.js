@@ -161,8 +161,8 @@ async function more(name) {
 }
 
 function shortText(value) {
-  if (typeof value === "number") return String(Number(value.toPrecision(4)));
-  return value !== null && typeof value === "object" ? JSON.stringify(value, (_, v) => (typeof v === "number" ? Number(v.toPrecision(4)) : v)) : String(value);
+  const short = (one) => (typeof one === "number" && !Number.isInteger(one) ? Number(one.toPrecision(4)) : one);
+  return value !== null && typeof value === "object" ? JSON.stringify(value, (_, one) => short(one)) : String(short(value));
 }
 
 async function events() {

@@ -12,7 +12,7 @@ async function show() {
     interval(one.ci95) || "-", duration(one.seconds),
   ]);
   main.replaceChildren(card("Runs", runs.length
-    ? table(`${runs.length} runs, the last started first`,
+    ? table(runs.length === 1 ? "one run" : `${runs.length} runs, the last started first`,
       ["run", "state", "step", "KL", "accuracy", "95%", "took"], rows)
     : h("p", {}, "There is no run yet: forge-run longhealth makes one.")));
 }

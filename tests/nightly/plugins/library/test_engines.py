@@ -1,8 +1,10 @@
-"""Engines read what `forge export` writes: 200 greedy tokens equal ours, of every family."""
+"""Engines read what `forge export` writes: 200 greedy tokens equal ours, of every family that the
+engine takes."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 from gguf_setup import ARCHITECTURES, SCALING, drawn, trained_pieces, write_gguf
+from openai import OpenAI
 from transformers import AutoModelForCausalLM
+from vllm_server import exported_server
 
+from cartridge_forge.actors.base import missing_vllm
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.model.loading import load_model
 from cartridge_forge.learning.teacher import document_kv
@@ -111,3 +116,32 @@ def test_every_engine_writes_our_tokens(family: str, tmp_path: Path) -> None:
     options = {"n_predict": MOST, "logit_bias": [[END, False]], "return_tokens": True}
     for prompt, ids in answers.items():
         assert server.complete(prompt, **options)["tokens"] == ids
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("family", ["llama", "untied_llama", "qwen3"])  # heads of 32, its least
+def test_the_server_of_vllm_writes_our_tokens(family: str, tmp_path: Path) -> None:
+    """serve.sh as it was written, with the folder's own type of weights."""
+    if missing_vllm():
+        assert "FORGE_REQUIRE_VLLM" not in os.environ, "make test-all installs vLLM"
+        pytest.skip("vLLM is not installed: make install-vllm")
+    made = FamilyModel(family, tmp_path)
+    answers = made.answers()
+    assert len(answers) >= 2
+    folder = tmp_path / "ward-vllm"
+    export(made.cartridge, "ward", "vllm", made.folder, folder)
+    options = ("--enforce-eager", "--kv-cache-memory-bytes", "50000000")
+    named = f"{made.cartridge.facts.base}+ward"
+    extra = {"return_token_ids": True, "ignore_eos": True}
+    with (
+        exported_server(folder / "serve.sh", tmp_path, *options) as server,
+        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client,
+    ):
+        for prompt, ids in answers.items():
+            reply: Any = client.completions.create(
+                model=named, prompt=list(prompt), max_tokens=MOST, temperature=0,
+                logit_bias={str(END): -100}, extra_body=extra,
+            )  # fmt: skip
+            assert reply.choices[0].token_ids == ids
+            assert reply.usage.prompt_tokens == TOKENS + len(prompt)

@@ -21,7 +21,7 @@ from cartridge_forge.plugins.watch.pages.row_index import (
     RowIndex,
     filter_of,
 )
-from cartridge_forge.plugins.watch.pages.run_page import overview, probe_interval
+from cartridge_forge.plugins.watch.pages.run_page import curves, overview, probe_interval
 from cartridge_forge.plugins.watch.pages.run_view import RunView
 from cartridge_forge.plugins.watch.pages.timeline import RunStage, stages
 from cartridge_forge.protocols.errors import DataError
@@ -327,3 +327,15 @@ def test_the_interval_of_a_validation(
 ) -> None:
     shown = probe_interval(accuracy, questions)
     assert shown == (None if ci95 is None else pytest.approx(ci95, abs=1e-4))
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_validation_asks_what_the_evaluation_has(tmp_path: Path, measured: bool) -> None:
+    """Six of eight right, by evaluate.questions or by what the evaluation then had."""
+    questions = 300 if measured else 8
+    sets = ("evaluate.probe_questions=48", f"evaluate.questions={questions}")
+    run = recorded_run(tmp_path, sets=sets)
+    if measured:
+        run.append_event("evaluated", arm="on_policy", n=8, accuracy=0.75)
+    (row,) = [row for row in curves(RunView("tiny", run.path), 0, 0)["rows"] if "ci95" in row]
+    assert row["ci95"] == pytest.approx([0.4093, 0.9285], abs=1e-4)
