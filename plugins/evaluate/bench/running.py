@@ -10,20 +10,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from cartridge_forge.plugins.evaluate.bench.methods import METHODS, Bench
-from cartridge_forge.plugins.evaluate.bench.reading import BenchText, outcome
+from cartridge_forge.plugins.evaluate.bench.reading import BenchAnswer, BenchText, outcome
 from cartridge_forge.plugins.statistics.intervals import mean_interval
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.files import write_atomically
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
 class BenchRow:
     """Hold one point of a method over a text: the processor's seconds and training steps up to it,
-    the numbers that it adds to memory, and what it is worth (`reading.CompressionOutcome`)."""
+    the numbers that it adds to memory, and what it is worth (`reading.CompressionOutcome`). The
+    last one has `answers`."""
 
     text: str
     method: str
@@ -34,6 +36,8 @@ class BenchRow:
     gap: float
     kl: float
     agreement: float
+    f1: float | None = None
+    answers: tuple[BenchAnswer, ...] = ()
 
 
 def method_rows(bench: Bench, text: BenchText, method: str) -> Iterator[BenchRow]:
@@ -47,8 +51,13 @@ def method_rows(bench: Bench, text: BenchText, method: str) -> Iterator[BenchRow
         seconds += time.process_time() - began
         if point is None:
             return
-        worth = asdict(outcome(text, point.reader))
+        worth = vars(outcome(text, point.reader, written=point.last))
         yield BenchRow(text.name, method, point.step, seconds, point.numbers, **worth)
+
+
+def _row(content: Mapping[str, Any]) -> BenchRow:
+    answers = tuple(BenchAnswer(**answer) for answer in content["answers"])
+    return BenchRow(**{**content, "answers": answers})
 
 
 def run(
@@ -68,7 +77,9 @@ def run(
                 f"{file} was measured with other settings: {content['settings']}; give another "
                 "--out, or the same options"
             )
-        ends, rows = content["ends"], [BenchRow(**row) for row in content["rows"]]
+        if content["schema"] != SCHEMA:
+            raise SpecError(f"{file} has an older form, without answers; give another --out")
+        ends, rows = content["ends"], [*map(_row, content["rows"])]
     have = {(row.text, row.method) for row in rows}
     for name in names:
         lacking = [method for method in methods if (name, method) not in have]
@@ -76,7 +87,7 @@ def run(
             continue
         bench, text = opened(name)
         ends[name] = {
-            "tokens": len(text.ids), "questions": len(text.questions), "none": text.none_loss,
+            "tokens": len(text.ids), "questions": len(text.right), "none": text.none_loss,
             "document": text.document_loss,
         }  # fmt: skip
         for method in lacking:
@@ -101,6 +112,7 @@ class MethodResult:
     interval: tuple[float, float] | None
     kl: float
     agreement: float
+    f1: float
     seconds: float
     numbers: float
     steps: int
@@ -116,6 +128,7 @@ def results(rows: Sequence[BenchRow]) -> list[MethodResult]:
             method, len(ends),
             fmean(r.gap for r in ends), mean_interval([r.gap for r in ends]),
             fmean(r.kl for r in ends), fmean(r.agreement for r in ends),
+            fmean(r.f1 or 0.0 for r in ends),
             fmean(r.seconds for r in ends), fmean(r.numbers for r in ends),
             max(r.step for r in ends),
         )
