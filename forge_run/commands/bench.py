@@ -99,7 +99,10 @@ def command(
             )
     if not names:
         raise DataError(f"{questions} has no question with its answer in a document")
-    rows = run(out / "bench.json", settings, names, chosen, opened, tell)
+    rows = run(
+        out / "bench.json", settings, names, chosen, opened, tell,
+        lambda error: show(f"note: a text is left out: {error}"),
+    )  # fmt: skip
     return (table(rows, tokens), *kinds_table(rows))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from cartridge_forge.plugins.evaluate.bench.methods import METHODS, Bench
 from cartridge_forge.plugins.evaluate.bench.reading import BenchAnswer, BenchText, outcome
 from cartridge_forge.plugins.statistics.intervals import mean_interval
-from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.errors import DataError, SpecError
 from cartridge_forge.protocols.files import write_atomically
 
 SCHEMA = 2
@@ -55,19 +55,23 @@ def method_rows(bench: Bench, text: BenchText, method: str) -> Iterator[BenchRow
         yield BenchRow(text.name, method, point.step, seconds, point.numbers, **worth)
 
 
-def _row(content: Mapping[str, Any]) -> BenchRow:
-    answers = tuple(BenchAnswer(**answer) for answer in content["answers"])
-    return BenchRow(**{**content, "answers": answers})
+def rows_of(content: Mapping[str, Any]) -> list[BenchRow]:
+    """Return the rows of a bench.json as it was parsed."""
+    return [
+        BenchRow(**{**row, "answers": tuple(BenchAnswer(**one) for one in row["answers"])})
+        for row in content["rows"]
+    ]
 
 
 def run(
     file: Path, settings: Mapping[str, object], names: Sequence[str], methods: Sequence[str],
     opened: Callable[[str], tuple[Bench, BenchText]],
-    show: Callable[[BenchRow], None],
+    show: Callable[[BenchRow], None], leave_out: Callable[[DataError], None],
 ) -> list[BenchRow]:  # fmt: skip
     """Return all rows, text by text, and write them to `file` after each method; what is there is
-    not measured again. `opened` reads a text. Raises SpecError where the file has other
-    `settings`."""
+    not measured again. `opened` reads a text; one for which it raises a DataError is left out.
+    Raises SpecError where the file has other `settings`, and the DataError where no text is left.
+    """
     ends: dict[str, Mapping[str, float]] = {}
     rows: list[BenchRow] = []
     if file.exists():
@@ -79,13 +83,19 @@ def run(
             )
         if content["schema"] != SCHEMA:
             raise SpecError(f"{file} has an older form, without answers; give another --out")
-        ends, rows = content["ends"], [*map(_row, content["rows"])]
+        ends, rows = content["ends"], rows_of(content)
     have = {(row.text, row.method) for row in rows}
     for name in names:
         lacking = [method for method in methods if (name, method) not in have]
         if not lacking:
             continue
-        bench, text = opened(name)
+        try:
+            bench, text = opened(name)
+        except DataError as error:
+            if not rows and name == names[-1]:
+                raise
+            leave_out(error)
+            continue
         ends[name] = {
             "tokens": len(text.ids), "questions": len(text.right), "none": text.none_loss,
             "document": text.document_loss,
