@@ -42,7 +42,7 @@ from studies.kinds.kind_tables import (
     refusal_comparison,
 )
 from studies.on_policy.arms import main_job_forms, pilot_arms
-from studies.registered import AFTER_OWN, ANSWERS, COMPARISONS, OTHER_ARMS, REGISTERED
+from studies.sweeps import AFTER_OWN, ANSWERS, COMPARISONS, OTHER_ARMS, REGISTERED
 
 Cells = list[str]
 Table = tuple[Sequence[str], list[Cells]]  # heads and body

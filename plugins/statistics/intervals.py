@@ -68,7 +68,7 @@ def ratio_interval(parts: Sequence[float], wholes: Sequence[float]) -> tuple[flo
     ratio, n = sum(parts) / sum(wholes), len(parts)
     if n == 1:
         return None
-    residuals = [part - ratio * whole for part, whole in zip(parts, wholes, strict=True)]
+    residuals = [part - ratio * total for part, total in zip(parts, wholes, strict=True)]
     half = student_t95(n - 1) * stdev(residuals) / sqrt(n) / fmean(wholes)
     return ratio - half, ratio + half
 

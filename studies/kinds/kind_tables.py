@@ -42,9 +42,9 @@ def loss_comparisons(
     """Return the registered comparisons of the loss of right answers, in nats a token, over texts:
     the cartridge (the first of `arms`) over passages, and both together (the second) over each."""
     rows = rows_of(document(study, f"{record}.json"))
-    cartridge, both = arms
+    cartridge, combined = arms
     body = compared(rows, [(cartridge, "passages")])
-    body += compared(rows, [(both, cartridge), (both, "passages")])
+    body += compared(rows, [(combined, cartridge), (combined, "passages")])
     heads = ["arm", "over", "kind", "texts", "difference", "95% interval", "p (Holm)", "decided"]
     return heads, body
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from cartridge_forge.plugins.watch.report.plots import Plot, hue, legend
 from cartridge_forge.protocols.files import write_atomically
 from studies import archive
-from studies.registered import ANSWERS
+from studies.sweeps import ANSWERS
 from studies.tables import article_outcomes
 
 if TYPE_CHECKING:

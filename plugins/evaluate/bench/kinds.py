@@ -62,11 +62,11 @@ def loss_of(answer: BenchAnswer) -> float:
 def kind_results(rows: Sequence[BenchRow]) -> list[KindResult]:
     """Return the results of each method and kind, in the order of their first rows; none where no
     question has a kind. A gap needs the rows of the methods `none` and `document`."""
-    written = [row for row in rows if row.answers]
-    kinds = dict.fromkeys(a.kind for row in written for a in row.answers if a.kind)
+    last_rows = [row for row in rows if row.answers]
+    kinds = dict.fromkeys(a.kind for row in last_rows for a in row.answers if a.kind)
     return [
-        _result(written, method, kind)
-        for method in dict.fromkeys(row.method for row in written)
+        _result(last_rows, method, kind)
+        for method in dict.fromkeys(row.method for row in last_rows)
         for kind in kinds
     ]
 

@@ -156,7 +156,7 @@ def train_cartridge(policy: Policy, bench: Bench, text: BenchText) -> Iterator[P
 
 
 @dataclass(frozen=True)
-class BesidePassages:
+class PromptPassages:
     """Put passages of half of P tokens before the words of a prompt, over a cartridge of the other
     half."""
 
@@ -164,7 +164,7 @@ class BesidePassages:
     cartridge_tokens: int
 
     @classmethod
-    def of(cls, bench: Bench, text: BenchText) -> BesidePassages:
+    def for_text(cls, bench: Bench, text: BenchText) -> PromptPassages:
         """Return that of a text. Raises DataError where half of P tokens holds no passage."""
         tokens = bench.tokens // 2
         renderer = text.renderer.over({"": "x"})
@@ -173,7 +173,7 @@ class BesidePassages:
         index = PassageIndex([text.text], bench.tokenizer, renderer, tokens + frame - between)
         return cls(index, bench.tokens - tokens)
 
-    def before(self, words: str, about: str) -> str:
+    def worded(self, words: str, about: str) -> str:
         """Return the passages for the question `about`, and then `words`."""
         return f"{self.index.best(about)}{BETWEEN}{words}"
 
@@ -181,7 +181,7 @@ class BesidePassages:
         """Return the reader over a cartridge."""
         prompts = {
             q.with_text.id: text.renderer.opening(
-                text.name, [replace(m, content=self.before(m.content, q.question.text))
+                text.name, [replace(m, content=self.worded(m.content, q.question.text))
                             if m is q.messages[-1] else m for m in q.messages]
             )
             for q in text.questions
@@ -196,23 +196,23 @@ class BesidePassages:
 def matching_passages(bench: Bench, text: BenchText) -> Iterator[Point]:
     """Read passages of half of P tokens over the cartridge of attention matching of the other
     half."""
-    beside = BesidePassages.of(bench, text)
-    kv = matched_cartridge(bench, text, beside.cartridge_tokens)
-    yield Point(beside.reader(bench, text, kv), bench.token_numbers * bench.tokens)
+    prompts = PromptPassages.for_text(bench, text)
+    kv = matched_cartridge(bench, text, prompts.cartridge_tokens)
+    yield Point(prompts.reader(bench, text, kv), bench.token_numbers * bench.tokens)
 
 
 def offline_passages(bench: Bench, text: BenchText) -> Iterator[Point]:
     """Train the cartridge of `matching_passages` on the text's own words, with passages before
     every other prompt."""
-    beside = BesidePassages.of(bench, text)
-    start = matched_cartridge(bench, text, beside.cartridge_tokens)
+    prompts = PromptPassages.for_text(bench, text)
+    start = matched_cartridge(bench, text, prompts.cartridge_tokens)
     numbers = bench.token_numbers * bench.tokens
-    yield Point(beside.reader(bench, text, start), numbers, last=False)
+    yield Point(prompts.reader(bench, text, start), numbers, last=False)
     for step, kv in train(
-        bench.model, bench.tokenizer, text, start, "offline", bench.training, beside.before
+        bench.model, bench.tokenizer, text, start, "offline", bench.training, prompts.worded
     ):
         last = step == bench.training.steps
-        yield Point(beside.reader(bench, text, kv), numbers, step, last)
+        yield Point(prompts.reader(bench, text, kv), numbers, step, last)
 
 
 def by_peft(from_text: bool, bench: Bench, text: BenchText) -> Iterator[Point]:

@@ -141,11 +141,11 @@ def train_lora(
         answers = []
         for sample in samples:
             ids = torch.tensor([(*head, *bare[sample.id])])
-            written = network.generate(
+            output = network.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
                 max_new_tokens=OWN_TOKENS, eos_token_id=sorted(end_ids), pad_token_id=0,
             )  # fmt: skip
-            answers.append(tuple(written[0, ids.shape[1] :].tolist()))
+            answers.append(tuple(output[0, ids.shape[1] :].tolist()))
         return answers
 
     for step in train_adapter(model, tokenizer, text, network, LORA_LR, settings, head=head):

@@ -208,8 +208,8 @@ def _question(
 ) -> BenchQuestion:
     """Return a question with its right answer, or the refusal, in the model's chat template."""
     words = f"{question.text}\n{instruction}".strip()
-    *before, _ = question.messages
-    messages = (*before, AgentMessage("user", words))
+    *earlier, _ = question.messages
+    messages = (*earlier, AgentMessage("user", words))
     wording = renderer.saying(question.wording or REFUSAL)
     with_text, bare = (
         Sample(question.id, name, renderer.opening(about, messages), wording, (), ())
@@ -218,13 +218,13 @@ def _question(
     return BenchQuestion(question, messages, with_text, bare)
 
 
-def outcome(text: BenchText, reader: Reader, *, written: bool = False) -> CompressionOutcome:
-    """Return what a stand-in for the text is worth, by its reader; where `written`, with its
+def outcome(text: BenchText, reader: Reader, *, answered: bool = False) -> CompressionOutcome:
+    """Return what a stand-in for the text is worth, by its reader; where `answered`, with its
     answers to the questions."""
     losses = answer_losses(reader, [q.with_text for q in text.questions])
     loss = fmean(x for x, q in zip(losses, text.questions, strict=True) if q.answerable)
     read = reader.read(text.replies)
-    answers = _written_answers(text, reader, losses) if written else ()
+    answers = _written_answers(text, reader, losses) if answered else ()
     scores = [a.f1 for a in answers if a.f1 is not None]
     return CompressionOutcome(
         loss,

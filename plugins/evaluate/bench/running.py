@@ -51,7 +51,7 @@ def method_rows(bench: Bench, text: BenchText, method: str) -> Iterator[BenchRow
         seconds += time.process_time() - began
         if point is None:
             return
-        worth = vars(outcome(text, point.reader, written=point.last))
+        worth = vars(outcome(text, point.reader, answered=point.last))
         yield BenchRow(text.name, method, point.step, seconds, point.numbers, **worth)
 
 

@@ -40,7 +40,7 @@ from cartridge_forge.training.renderer import ChatRenderer
 Policy = Literal["offline", "on_policy", "mixture"]
 DRAWS = 20  # of a prompt, until the text has words for its kind
 ROW_TOKENS = 512  # of a prompt with its answer, at most
-Beside = Callable[[str, str], str]  # (a turn's words, what they ask) -> the words with passages
+Wording = Callable[[str, str], str]  # (a turn's words, what they ask) -> the words with passages
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class TrainingSettings:
 
 def training_rows(
     tokenizer: Any, text: BenchText, settings: TrainingSettings, *, bare: bool = False,
-    beside: Beside | None = None,
+    wording: Wording | None = None,
 ) -> Iterator[list[Sample]]:  # fmt: skip
     """Yield each step's prompts with the text's own words as their answers; `bare` ones are read
-    without the text. With `beside`, every other prompt has passages before its words. Raises
+    without the text. With `wording`, every other prompt has passages before its words. Raises
     DataError for a text that has no words for them."""
     renderer = ChatRenderer(tokenizer, {text.name: text.text})
     about = None if bare else text.name
@@ -80,7 +80,7 @@ def training_rows(
             if turn is None:
                 raise DataError(f"{text.name} has no words for a prompt of the kind {kind}")
             even = (step * settings.prompts + i) // len(settings.kinds) % 2 == 0  # of each kind
-            words = beside(turn.turn, turn.turn) if beside and even else turn.turn
+            words = wording(turn.turn, turn.turn) if wording and even else turn.turn
             prompt = renderer.opening(about, (AgentMessage("user", words),))
             answer = renderer.saying(turn.answer)[: settings.answer_tokens]
             versions = (OFFLINE_VERSION,) * len(answer)
@@ -91,10 +91,10 @@ def training_rows(
 
 def train(
     model: LanguageModel, tokenizer: Any, text: BenchText, start: Tensor, policy: Policy,
-    settings: TrainingSettings, beside: Beside | None = None,
+    settings: TrainingSettings, wording: Wording | None = None,
 ) -> Iterator[tuple[int, Tensor]]:  # fmt: skip
     """Yield the steps made and the cartridge [L, 2, H_kv, P, D] after every `settings.every`-th
-    step of training from `start`, and after the last. `beside` is that of `training_rows`."""
+    step of training from `start`, and after the last. `wording` is that of `training_rows`."""
     bank = CartridgeBank([text.name], [start.float()], frozen=1)
     spec = TrainSpec(
         steps=settings.steps, lr=settings.lr, lr_scale="rms", warmup_steps=settings.warmup,
@@ -103,7 +103,7 @@ def train(
     trainer = CartridgeTrainer(model, bank, spec, objective=ObjectiveSpec(micro_tokens=256))
     trainer.begin("on_policy", settings.steps)
     end_ids = ChatRenderer(tokenizer, {}).end_ids
-    prompts = training_rows(tokenizer, text, settings, beside=beside)
+    prompts = training_rows(tokenizer, text, settings, wording=wording)
     for step, rows in enumerate(prompts, start=1):
         by_student = {"offline": 0, "mixture": len(rows) // 2, "on_policy": len(rows)}[policy]
         samples = [

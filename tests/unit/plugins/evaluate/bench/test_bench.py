@@ -15,7 +15,7 @@ from cartridge_forge.forge_run.commands import bench as bench_command
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion
 from cartridge_forge.plugins.evaluate.bench.kinds import kind_results
-from cartridge_forge.plugins.evaluate.bench.methods import METHODS, Bench, BesidePassages
+from cartridge_forge.plugins.evaluate.bench.methods import METHODS, Bench, PromptPassages
 from cartridge_forge.plugins.evaluate.bench.peft_methods import responses
 from cartridge_forge.plugins.evaluate.bench.presses import best_entries, kvzip, snapkv
 from cartridge_forge.plugins.evaluate.bench.reading import (
@@ -94,7 +94,7 @@ def test_the_ends_of_the_scale_are_methods(bench: Bench, text: BenchText) -> Non
 
 def test_what_is_written_is_scored(bench: Bench, text: BenchText) -> None:
     """The replies are what the model with the document writes, and so are its answers here."""
-    worth = outcome(text, prefix_reader(bench.model, text.kv), written=True)
+    worth = outcome(text, prefix_reader(bench.model, text.kv), answered=True)
     replies = [text.renderer.decode(s.response_ids).strip() for s in text.replies]
     assert [a.text for a in worth.answers] == replies
     assert [a.id for a in worth.answers] == list(ANSWERS)
@@ -113,7 +113,7 @@ def test_an_unanswerable_question_counts_by_its_refusal(bench: Bench, text: Benc
     assert [q.messages[-1].content for q in text.questions] == [q.text for q in QUESTIONS]
     assert other.renderer.decode(other.questions[3].with_text.response_ids).strip() == REFUSAL
     assert len(other.right) == 3
-    worth = outcome(other, prefix_reader(bench.model, other.kv), written=True)
+    worth = outcome(other, prefix_reader(bench.model, other.kv), answered=True)
     assert [a.f1 is None for a in worth.answers] == [False, False, False, True]
     assert worth.gap == pytest.approx(1.0)  # of the three
     assert worth.loss == pytest.approx(sum(a.loss for a in worth.answers[:3]) / 3)
@@ -184,10 +184,10 @@ def test_passages_hold_the_answers(bench: Bench, text: BenchText) -> None:
 
 def test_both_together_take_as_many_tokens(bench: Bench, text: BenchText) -> None:
     both = replace(bench, tokens=60)
-    beside = BesidePassages.of(both, text)
+    beside = PromptPassages.for_text(both, text)
     assert beside.cartridge_tokens == 30
     for q in QUESTIONS:
-        with_passages = beside.before(q.text, q.text)
+        with_passages = beside.worded(q.text, q.text)
         assert with_passages.endswith(q.text)
         alone, together = (
             len(text.renderer.opening("chart", [AgentMessage("user", words)]))
@@ -201,9 +201,9 @@ def test_both_together_take_as_many_tokens(bench: Bench, text: BenchText) -> Non
 
 def test_passages_stand_before_every_other_prompt_of_a_kind(bench: Bench, text: BenchText) -> None:
     settings = replace(bench.training, steps=3, prompts=4, kinds=("recite", "cloze"))
-    beside = BesidePassages.of(replace(bench, tokens=60), text).before
+    beside = PromptPassages.for_text(replace(bench, tokens=60), text).worded
     plain, mixed = (
-        [s for rows in training_rows(bench.tokenizer, text, settings, beside=how) for s in rows]
+        [s for rows in training_rows(bench.tokenizer, text, settings, wording=how) for s in rows]
         for how in (None, beside)
     )
     longer = [len(b.prompt_ids) > len(a.prompt_ids) for a, b in zip(plain, mixed, strict=True)]
@@ -396,5 +396,5 @@ def test_the_command_compares_a_folder(tmp_path: Path) -> None:
     gaps = {row["method"]: row["gap"] for row in json.loads(
         (tmp_path / "out" / "bench.json").read_text())["rows"]}  # fmt: skip
     assert gaps["attention_matching"] > gaps["first_tokens"]
-    with pytest.raises(SpecError, match="no method 'zip'; there are first_tokens"):
+    with pytest.raises(SpecError, match="no method 'zip'; there are none, document, first_tokens"):
         compare("zip")
