@@ -38,9 +38,9 @@ from cartridge_forge.plugins.statistics.formatting import bytes_text, seconds_te
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from studies import archive
-from studies.cells import table
-from studies.tables import limits as limits_table
-from studies.tables import simulated
+from studies.tables.cells import table
+from studies.tables.recorded import limits as limits_table
+from studies.tables.recorded import simulated
 
 MOST_HOSTS = 1000
 LOOP_LIMIT = 0.5  # of the loop: beyond it waiting times grow fast

@@ -54,6 +54,25 @@ def mean_interval(values: Sequence[float], bounds: Bounds = ANY) -> tuple[float,
     return _student_interval(fmean(values), stdev(values) / sqrt(n), n, bounds)
 
 
+def ratio_interval(parts: Sequence[float], wholes: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 95% interval of sum(parts) / sum(wholes) over units, by Student's t, or None for
+    one unit.
+
+    Its error is that of the mean of parts - ratio * wholes over the mean of wholes, the linear term
+    of the ratio: `ratio_interval([1, 3], [2, 4])` is 2/3 -+ 12.706 / 9. Raises ValueError for none,
+    for lists of two lengths, and for wholes whose sum is not positive. Source: W. G. Cochran,
+    Sampling Techniques (1977), 6.4.
+    """
+    if not parts or sum(wholes) <= 0:
+        raise ValueError(f"a ratio needs units with a positive sum: got {list(wholes)}")
+    ratio, n = sum(parts) / sum(wholes), len(parts)
+    if n == 1:
+        return None
+    residuals = [part - ratio * total for part, total in zip(parts, wholes, strict=True)]
+    half = student_t95(n - 1) * stdev(residuals) / sqrt(n) / fmean(wholes)
+    return ratio - half, ratio + half
+
+
 def mean_p(values: Sequence[float]) -> float:
     """Return the two-sided p-value by Student's t of a mean that is zero; 1 for fewer than two
     values. `mean_p([1, 2, 3])` is 0.074: t is 2 * sqrt(3) at 2 degrees of freedom."""

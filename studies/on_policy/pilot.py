@@ -62,8 +62,8 @@ from cartridge_forge.protocols.step import (
     stream_seed,
 )
 from cartridge_forge.training.records import Rollout, as_rollout
-from studies.cells import table
 from studies.on_policy.arms import WARM, arms_of
+from studies.tables.cells import table
 
 MODEL = str(REPOSITORY / "models" / "clinic-reader")
 RECORD = Path("runs") / "on-policy-pilot.json"

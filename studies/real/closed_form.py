@@ -33,6 +33,7 @@ from benchmarks.meters import one_thread
 from benchmarks.record import benchmark
 from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer
+from cartridge_forge.plugins.documents.study.question_files import UserQuestion
 from cartridge_forge.plugins.documents.study.reference_prompts import study_prompts
 from cartridge_forge.plugins.evaluate.bench.reading import (
     BenchText,
@@ -55,8 +56,12 @@ def read_article(
     text = excerpt(tokenizer, path.read_text(), options.most)
     own_questions = (one for one in questions["data"] if one["title"] == path.stem)
     paragraphs = (paragraph for one in own_questions for paragraph in one["paragraphs"])
-    pairs = [(qa["question"], qa["answers"][0]["text"]) for p in paragraphs for qa in p["qas"]]
-    answerable = [(question, answer) for question, answer in pairs if answer in text]
+    answerable = [
+        UserQuestion(str(qa["id"]), path.stem, qa["question"], (qa["answers"][0]["text"],))
+        for paragraph in paragraphs
+        for qa in paragraph["qas"]
+        if qa["answers"][0]["text"] in text
+    ]
     return read_text(model, tokenizer, path.stem, text, answerable, options.most_questions)
 
 

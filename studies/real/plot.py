@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from cartridge_forge.plugins.watch.report.plots import Plot, hue, legend
 from cartridge_forge.protocols.files import write_atomically
 from studies import archive
-from studies.registered import ANSWERS
-from studies.tables import article_outcomes
+from studies.tables.recorded import article_outcomes
+from studies.tables.registered import ANSWERS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -2,7 +2,8 @@
 
     SQuAD        {"data": [{"title", "paragraphs": [{"context", "qas": [{"question", "answers"},
                  ...]}]}]}: free answers; F1 and exact match over the best given answer; a response
-                 to one of 2.0's unanswerable questions, where they are included, must decline
+                 to one of 2.0's unanswerable questions, where they are included, must decline. A
+                 question may have a "kind", by which `forge bench` tells outcomes apart
     LongHealth   {"report": {"texts", "questions": [{"question", "answer_a", ..., "correct"}]}}:
                  five options; the key is the document's name
 
@@ -57,7 +58,7 @@ SQUAD_SHAPE = (
 class UserQuestion:
     """Hold a question about a document: with options (`choice`), with accepted answers, or, with
     neither, a question that the document does not answer. It may have a conversation `before`
-    it."""
+    it, and a `kind`."""
 
     id: str
     document: str
@@ -65,6 +66,7 @@ class UserQuestion:
     answers: tuple[str, ...] = ()
     choice: PatientQuestion | None = None
     before: tuple[AgentMessage, ...] = ()
+    kind: str = ""
 
     @property
     def messages(self) -> tuple[AgentMessage, ...]:
@@ -299,12 +301,13 @@ def _squad(
                     answers = tuple(filter(str.strip, () if qa.get("is_impossible") else answers))
                     if answers or unanswerable:
                         key = str(qa.get("id", f"{a}/{p}/{q}"))
-                        entries.append((key, str(qa["question"]), answers))
+                        kind = str(qa.get("kind", ""))
+                        entries.append((key, str(qa["question"]), answers, kind))
                 where = f"data[{a}].paragraphs[{p}]"
                 chunks = documents.chunks(where, title, [context], len(entries))
-                for key, text, answers in entries if chunks else ():
+                for key, text, answers, kind in entries if chunks else ():
                     name = documents.context(chunks, context, answers)
-                    questions.append(UserQuestion(key, name, text, answers))
+                    questions.append(UserQuestion(key, name, text, answers, kind=kind))
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{path}: data[{a}] is no article of SQuAD ({error}): it has paragraphs, each with "

@@ -21,8 +21,12 @@ import torch
 from torch import Tensor
 
 from cartridge_forge.learning.decoder import LanguageModel
-from cartridge_forge.plugins.chat.renderer import ChatRenderer
-from cartridge_forge.plugins.evaluate.bench.reading import BenchText, Reader, prefix_reader
+from cartridge_forge.plugins.evaluate.bench.reading import (
+    OWN_TOKENS,
+    BenchText,
+    Reader,
+    prefix_reader,
+)
 from cartridge_forge.plugins.evaluate.bench.trained import TrainingSettings, training_rows
 from cartridge_forge.plugins.library.formats.peft import kv_of_rows
 from cartridge_forge.protocols.step import Sample
@@ -60,7 +64,7 @@ def train_adapter(
     with_text = training_rows(tokenizer, text, settings)
     bare = training_rows(tokenizer, text, settings, bare=True)
     for step, (rows, read) in enumerate(zip(with_text, bare, strict=True), start=1):
-        taught = prefix_reader(model, text.kv)(rows).exp()
+        taught = prefix_reader(model, text.kv).read(rows).exp()
         logprobs = responses(network, rows if head is None else read, head or ())
         loss = -(taught * logprobs).sum(-1).mean()
         optimizer.zero_grad()
@@ -125,14 +129,24 @@ def train_lora(
         task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear"
     )
     network = peft.get_peft_model(base, config)
-    renderer = ChatRenderer(tokenizer, {text.name: text.text})
-    head = renderer.head(None)
-    bare = {q.with_text.prompt_ids: q.bare.prompt_ids for q in text.questions}
+    head = text.renderer.head(None)
+    bare = {q.with_text.id: q.bare.prompt_ids for q in text.questions}
 
-    def reader(samples: Sequence[Sample]) -> Tensor:
-        read = [replace(s, prompt_ids=bare[s.prompt_ids]) for s in samples]
-        with torch.no_grad():
-            return responses(network, read, head)
+    @torch.no_grad()
+    def read(samples: Sequence[Sample]) -> Tensor:
+        return responses(network, [replace(s, prompt_ids=bare[s.id]) for s in samples], head)
+
+    @torch.no_grad()
+    def write(samples: Sequence[Sample], end_ids: frozenset[int]) -> list[tuple[int, ...]]:
+        answers = []
+        for sample in samples:
+            ids = torch.tensor([(*head, *bare[sample.id])])
+            output = network.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
+                max_new_tokens=OWN_TOKENS, eos_token_id=sorted(end_ids), pad_token_id=0,
+            )  # fmt: skip
+            answers.append(tuple(output[0, ids.shape[1] :].tolist()))
+        return answers
 
     for step in train_adapter(model, tokenizer, text, network, LORA_LR, settings, head=head):
-        yield step, reader, rank * by_rank
+        yield step, Reader(read, write), rank * by_rank

@@ -10,20 +10,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from cartridge_forge.plugins.evaluate.bench.methods import METHODS, Bench
-from cartridge_forge.plugins.evaluate.bench.reading import BenchText, outcome
+from cartridge_forge.plugins.evaluate.bench.reading import BenchAnswer, BenchText, outcome
 from cartridge_forge.plugins.statistics.intervals import mean_interval
-from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.errors import DataError, SpecError
 from cartridge_forge.protocols.files import write_atomically
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
 class BenchRow:
     """Hold one point of a method over a text: the processor's seconds and training steps up to it,
-    the numbers that it adds to memory, and what it is worth (`reading.CompressionOutcome`)."""
+    the numbers that it adds to memory, and what it is worth (`reading.CompressionOutcome`). The
+    last one has `answers`."""
 
     text: str
     method: str
@@ -34,6 +36,8 @@ class BenchRow:
     gap: float
     kl: float
     agreement: float
+    f1: float | None = None
+    answers: tuple[BenchAnswer, ...] = ()
 
 
 def method_rows(bench: Bench, text: BenchText, method: str) -> Iterator[BenchRow]:
@@ -47,18 +51,27 @@ def method_rows(bench: Bench, text: BenchText, method: str) -> Iterator[BenchRow
         seconds += time.process_time() - began
         if point is None:
             return
-        worth = asdict(outcome(text, point.reader))
+        worth = vars(outcome(text, point.reader, answered=point.last))
         yield BenchRow(text.name, method, point.step, seconds, point.numbers, **worth)
+
+
+def rows_of(content: Mapping[str, Any]) -> list[BenchRow]:
+    """Return the rows of a bench.json as it was parsed."""
+    return [
+        BenchRow(**{**row, "answers": tuple(BenchAnswer(**one) for one in row["answers"])})
+        for row in content["rows"]
+    ]
 
 
 def run(
     file: Path, settings: Mapping[str, object], names: Sequence[str], methods: Sequence[str],
     opened: Callable[[str], tuple[Bench, BenchText]],
-    show: Callable[[BenchRow], None],
+    show: Callable[[BenchRow], None], leave_out: Callable[[DataError], None],
 ) -> list[BenchRow]:  # fmt: skip
     """Return all rows, text by text, and write them to `file` after each method; what is there is
-    not measured again. `opened` reads a text. Raises SpecError where the file has other
-    `settings`."""
+    not measured again. `opened` reads a text; one for which it raises a DataError is left out.
+    Raises SpecError where the file has other `settings`, and the DataError where no text is left.
+    """
     ends: dict[str, Mapping[str, float]] = {}
     rows: list[BenchRow] = []
     if file.exists():
@@ -68,15 +81,23 @@ def run(
                 f"{file} was measured with other settings: {content['settings']}; give another "
                 "--out, or the same options"
             )
-        ends, rows = content["ends"], [BenchRow(**row) for row in content["rows"]]
+        if content["schema"] != SCHEMA:
+            raise SpecError(f"{file} has an older form, without answers; give another --out")
+        ends, rows = content["ends"], rows_of(content)
     have = {(row.text, row.method) for row in rows}
     for name in names:
         lacking = [method for method in methods if (name, method) not in have]
         if not lacking:
             continue
-        bench, text = opened(name)
+        try:
+            bench, text = opened(name)
+        except DataError as error:
+            if not rows and name == names[-1]:
+                raise
+            leave_out(error)
+            continue
         ends[name] = {
-            "tokens": len(text.ids), "questions": len(text.questions), "none": text.none_loss,
+            "tokens": len(text.ids), "questions": len(text.right), "none": text.none_loss,
             "document": text.document_loss,
         }  # fmt: skip
         for method in lacking:
@@ -101,6 +122,7 @@ class MethodResult:
     interval: tuple[float, float] | None
     kl: float
     agreement: float
+    f1: float
     seconds: float
     numbers: float
     steps: int
@@ -116,6 +138,7 @@ def results(rows: Sequence[BenchRow]) -> list[MethodResult]:
             method, len(ends),
             fmean(r.gap for r in ends), mean_interval([r.gap for r in ends]),
             fmean(r.kl for r in ends), fmean(r.agreement for r in ends),
+            fmean(r.f1 or 0.0 for r in ends),
             fmean(r.seconds for r in ends), fmean(r.numbers for r in ends),
             max(r.step for r in ends),
         )

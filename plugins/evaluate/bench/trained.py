@@ -10,7 +10,7 @@ All begin with the same cartridge and take the same prompts in the same order.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -40,6 +40,7 @@ from cartridge_forge.protocols.step import (
 Policy = Literal["offline", "on_policy", "mixture"]
 DRAWS = 20  # of a prompt, until the text has words for its kind
 ROW_TOKENS = 512  # of a prompt with its answer, at most
+Wording = Callable[[str, str], str]  # (a turn's words, what they ask) -> the words with passages
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,12 @@ class TrainingSettings:
 
 
 def training_rows(
-    tokenizer: Any, text: BenchText, settings: TrainingSettings, *, bare: bool = False
-) -> Iterator[list[Sample]]:
+    tokenizer: Any, text: BenchText, settings: TrainingSettings, *, bare: bool = False,
+    wording: Wording | None = None,
+) -> Iterator[list[Sample]]:  # fmt: skip
     """Yield each step's prompts with the text's own words as their answers; `bare` ones are read
-    without the text. Raises DataError for a text that has no words for them."""
+    without the text. With `wording`, every other prompt has passages before its words. Raises
+    DataError for a text that has no words for them."""
     renderer = ChatRenderer(tokenizer, {text.name: text.text})
     about = None if bare else text.name
     for step in range(settings.steps):
@@ -76,7 +79,9 @@ def training_rows(
             turn = next((turn for turn in drawn if turn is not None), None)
             if turn is None:
                 raise DataError(f"{text.name} has no words for a prompt of the kind {kind}")
-            prompt = renderer.opening(about, (AgentMessage("user", turn.turn),))
+            even = (step * settings.prompts + i) // len(settings.kinds) % 2 == 0  # of each kind
+            words = wording(turn.turn, turn.turn) if wording and even else turn.turn
+            prompt = renderer.opening(about, (AgentMessage("user", words),))
             answer = renderer.saying(turn.answer)[: settings.answer_tokens]
             versions = (OFFLINE_VERSION,) * len(answer)
             zeros = (0.0,) * len(answer)
@@ -86,10 +91,10 @@ def training_rows(
 
 def train(
     model: LanguageModel, tokenizer: Any, text: BenchText, start: Tensor, policy: Policy,
-    settings: TrainingSettings,
+    settings: TrainingSettings, wording: Wording | None = None,
 ) -> Iterator[tuple[int, Tensor]]:  # fmt: skip
     """Yield the steps made and the cartridge [L, 2, H_kv, P, D] after every `settings.every`-th
-    step of training from `start`, and after the last."""
+    step of training from `start`, and after the last. `wording` is that of `training_rows`."""
     bank = CartridgeBank([text.name], [start.float()], frozen=1)
     spec = TrainSpec(
         steps=settings.steps, lr=settings.lr, lr_scale="rms", warmup_steps=settings.warmup,
@@ -98,7 +103,8 @@ def train(
     trainer = CartridgeTrainer(model, bank, spec, objective=ObjectiveSpec(micro_tokens=256))
     trainer.begin("on_policy", settings.steps)
     end_ids = ChatRenderer(tokenizer, {}).end_ids
-    for step, rows in enumerate(training_rows(tokenizer, text, settings), start=1):
+    prompts = training_rows(tokenizer, text, settings, wording=wording)
+    for step, rows in enumerate(prompts, start=1):
         by_student = {"offline": 0, "mixture": len(rows) // 2, "on_policy": len(rows)}[policy]
         samples = [
             *student_answers(model, bank, rows[:by_student], trainer.version, end_ids, settings),

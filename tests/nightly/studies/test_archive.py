@@ -10,8 +10,9 @@ import pytest
 from cartridge_forge.protocols.errors import DataError, SpecError
 from cartridge_forge.protocols.files import REPOSITORY, iter_rows, json_lines
 from cartridge_forge.protocols.records.answers import Answer, to_row
-from studies import archive, pages, tables
+from studies import archive
 from studies.archive import KeptRun
+from studies.tables import pages, recorded
 
 RUN = KeptRun("run", "", 0, {}, "forge-run x.yaml", "20261124T0-ab")
 
@@ -79,7 +80,7 @@ def test_a_changed_number_is_named_and_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = lambda study, name: (["", "n"], [["a", "5%"]])  # noqa: E731  (a table of one row)
-    monkeypatch.setattr(tables, "TABLES", {"one": one})
+    monkeypatch.setattr(recorded, "TABLES", {"one": one})
     page = tmp_path / "README.md"
     page.write_text("text\n\n<!-- record: x one run -->\n| | n |\n|---|---|\n| a | 4% |\n\nend\n")
     (table,) = pages.recorded(tmp_path)

@@ -12,8 +12,8 @@ from rooms.kept_runs import HandmadeArchive
 
 from studies import archive
 from studies.accuracy.rescored import rescore
-from studies.cells import decided
-from studies.tables import (
+from studies.tables.cells import decided
+from studies.tables.recorded import (
     article_arms,
     article_comparisons,
     article_outcomes,

@@ -10,7 +10,7 @@ import pytest
 from rooms.kept_runs import HandmadeArchive
 
 from studies import archive
-from studies.tables import document_arms, document_comparisons, document_outcomes
+from studies.tables.recorded import document_arms, document_comparisons, document_outcomes
 
 ARMS = {
     "document": "document", "untrained": "cold", "offline": "cold, offline",

@@ -14,8 +14,7 @@ from cartridge_forge.plugins.spec_files.loading import load_file
 from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml
 from cartridge_forge.protocols.files import REPOSITORY
 from cartridge_forge.services.run_directory import RunDirectory
-from studies import __main__ as sweeps
-from studies import archive
+from studies import archive, sweeps
 
 SWEEP = """\
 name: two-rates

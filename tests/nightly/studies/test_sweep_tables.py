@@ -9,7 +9,7 @@ import pytest
 from rooms.kept_runs import HandmadeArchive
 
 from studies import archive
-from studies.tables import between, collapses, over_reference, seeds, shared_facts
+from studies.tables.recorded import between, collapses, over_reference, seeds, shared_facts
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from cartridge_forge.protocols.files import REPOSITORY
-from studies import archive, pages, tables
+from studies import archive
+from studies.tables import pages, recorded
 
 RECORDED = pages.recorded()
 CLAIMS = REPOSITORY / "docs" / "claims.md"
@@ -42,7 +43,7 @@ def study_rows(study: str) -> list[list[str]]:
         line.split("|")[1:-1]
         for one in RECORDED
         if one.page == page
-        for line in tables.table_lines(one.argument)[2:]
+        for line in recorded.table_lines(one.argument)[2:]
     ]
 
 
@@ -98,8 +99,8 @@ def test_the_figures_of_the_readme_are_those_of_the_main_run() -> None:
         bounds[arm] = [float(bound.rstrip("%")) for bound in interval.split(" to ")]
     low, high = bounds["offline, equal tokens"]
     assert low < bounds["on policy"][1] < high
-    answers = tables.greedy_rows("longhealth", "run")
-    (n,) = {sum(row["arm"] == arm for row in answers) for arm in tables.ARM_NAMES}
+    answers = recorded.greedy_rows("longhealth", "run")
+    (n,) = {sum(row["arm"] == arm for row in answers) for arm in recorded.ARM_NAMES}
     assert f"Accuracy on {n} held-out questions" in text
     results = archive.document("longhealth", "run/results.json")
     (charts, tokens) = (
@@ -115,7 +116,7 @@ def test_accuracy_recomputed_from_answers_is_what_the_run_wrote() -> None:
     for arm, result in archive.document("longhealth", "run/results.json")["arms"].items():
         for sampled, measured in ((False, result), (True, result["sampled"])):
             of_kind = [row for row in rows if row["sampled"] == sampled]
-            right, n, unread = tables.answer_counts(of_kind, arm)
+            right, n, unread = recorded.answer_counts(of_kind, arm)
             assert (right / n, n) == (measured["accuracy"], measured["n"])
             assert unread == measured["parse_failures"]
 

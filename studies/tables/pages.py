@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cartridge_forge.protocols.files import REPOSITORY
-from studies.tables import table_lines
+from studies.tables.recorded import table_lines
 
 # Pages of results: none of their tables is without a mark.
 RESULTS = (

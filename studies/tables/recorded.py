@@ -34,9 +34,25 @@ from cartridge_forge.plugins.statistics.intervals import (
 from cartridge_forge.plugins.watch.console import duration, interval, percent
 from studies import archive
 from studies.archive import KeptRun, document, rows
-from studies.cells import Units, counted, decided, p_value, paired, points, shares, spread, table
+from studies.kinds.kind_tables import (
+    TRAINED,
+    loss_comparisons,
+    outcomes_by_kind,
+    refusal_comparison,
+)
 from studies.on_policy.arms import main_job_forms, pilot_arms
-from studies.registered import AFTER_OWN, ANSWERS, COMPARISONS, OTHER_ARMS, REGISTERED
+from studies.tables.cells import (
+    Units,
+    counted,
+    decided,
+    p_value,
+    paired,
+    points,
+    shares,
+    spread,
+    table,
+)
+from studies.tables.registered import AFTER_OWN, ANSWERS, COMPARISONS, OTHER_ARMS, REGISTERED
 
 Cells = list[str]
 Table = tuple[Sequence[str], list[Cells]]  # heads and body
@@ -726,6 +742,10 @@ TABLES: Mapping[str, Callable[[str, str], Table]] = {
     "pilot_arms": pilot_arms,
     "document_primary": lambda study, sweep: document_comparisons(study, sweep, "primary"),
     "document_secondary": lambda study, sweep: document_comparisons(study, sweep, "secondary"),
+    "outcomes_by_kind": outcomes_by_kind,
+    "kind_closed_form": loss_comparisons,
+    "kind_trained": lambda study, record: loss_comparisons(study, record, TRAINED),
+    "kind_refusals": refusal_comparison,
     "article_arms": article_arms,
     "article_primary": lambda study, sweep: article_comparisons(study, sweep, "primary"),
     "article_secondary": lambda study, sweep: article_comparisons(study, sweep, "secondary"),
