@@ -37,6 +37,7 @@ from studies.archive import KeptRun, document, rows
 from studies.cells import Units, counted, decided, p_value, paired, points, shares, spread, table
 from studies.on_policy.arms import main_job_forms, pilot_arms
 from studies.registered import AFTER_OWN, ANSWERS, COMPARISONS, OTHER_ARMS, REGISTERED
+from studies.verified import tables as verified
 
 Cells = list[str]
 Table = tuple[Sequence[str], list[Cells]]  # heads and body
@@ -724,6 +725,11 @@ TABLES: Mapping[str, Callable[[str, str], Table]] = {
     "document_arms": document_arms,
     "main_job_forms": main_job_forms,
     "pilot_arms": pilot_arms,
+    "verified_rates": verified.rates,
+    "verified_arms": verified.arm_means,
+    "verified_primary": verified.primary,
+    "verified_equal": verified.equal,
+    "verified_secondary": verified.secondary,
     "document_primary": lambda study, sweep: document_comparisons(study, sweep, "primary"),
     "document_secondary": lambda study, sweep: document_comparisons(study, sweep, "secondary"),
     "article_arms": article_arms,

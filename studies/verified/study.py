@@ -65,11 +65,11 @@ from cartridge_forge.protocols.step import (
 from cartridge_forge.protocols.teacher_replay import AgentMessage
 from cartridge_forge.protocols.verification import VerifyReply
 from cartridge_forge.training.records import Rollout, as_rollout
-from studies.on_policy.arms import WARM
+from studies.verified.tables import WARM
 
 MODEL = str(REPOSITORY / "models" / "clinic-reader")
 STEPS, WARM_STEPS, WARM_LR = 12, 24, 0.4  # the rate of the main job
-RATES = (0.05, 0.1, 0.2, 0.4)
+RATES = (0.05, 0.1, 0.2, 0.4, 0.8)
 VERIFY = {"verify": {"rule": "threshold", "below": 0.05, "block": 6}}
 JSD = LossSpec(direction="jsd", beta=0.5)
 
