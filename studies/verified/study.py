@@ -85,11 +85,11 @@ class Arm:
 
 
 ARMS: dict[str, Arm] = {
-    "plain, forward": Arm({}, LossSpec(), 0.1),
-    "verified, forward": Arm(VERIFY, LossSpec(), 0.1),
-    "offline, forward": Arm(None, LossSpec(), 0.1),
-    "verified, JSD": Arm(VERIFY, JSD, 0.1),
-    "offline, JSD": Arm(None, JSD, 0.1),
+    "plain, forward": Arm({}, LossSpec(), 0.4),
+    "verified, forward": Arm(VERIFY, LossSpec(), 0.4),
+    "offline, forward": Arm(None, LossSpec(), 0.4),
+    "verified, JSD": Arm(VERIFY, JSD, 0.8),
+    "offline, JSD": Arm(None, JSD, 0.8),
 }
 TUNING_CHARTS = tuple(range(940, 944))
 # The charts of each arm: the first 8 for study A, 16 for C, all for B.
