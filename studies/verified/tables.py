@@ -42,7 +42,7 @@ def rates(study: str, record: str) -> tuple[list[str], list[list[str]]]:
         by_arm.setdefault(row["arm"], {}).setdefault(row["rate"], []).append(row["sampled"])
     start = fmean(by_arm.pop(WARM)[0.0])
     tried = sorted({rate for of_arm in by_arm.values() for rate in of_arm})
-    body = [["before: the warm start", f"{start:.3f}", *[""] * (len(tried) - 1)]]
+    body = [["before: the warm start", f"{start:.3f}", *["-"] * (len(tried) - 1)]]
     for arm, of_arm in by_arm.items():
         means = {rate: fmean(values) for rate, values in of_arm.items()}
         best = max(means.values())
