@@ -29,7 +29,7 @@ RESULTS = (
         "scaling", "test_time_compute", "verified_serving",
     )),
     *(f"studies/{name}/README.md" for name in (
-        "aggregation", "ahead", "channels", "lengths", "on_policy", "real",
+        "aggregation", "ahead", "channels", "lengths", "on_policy", "real", "verified",
     )),
 )  # fmt: skip
 FIGURE = re.compile(r"\d(?:\.\d|%)")

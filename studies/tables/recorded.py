@@ -53,6 +53,7 @@ from studies.tables.cells import (
     table,
 )
 from studies.tables.registered import AFTER_OWN, ANSWERS, COMPARISONS, OTHER_ARMS, REGISTERED
+from studies.verified import tables as verified
 
 Cells = list[str]
 Table = tuple[Sequence[str], list[Cells]]  # heads and body
@@ -740,6 +741,11 @@ TABLES: Mapping[str, Callable[[str, str], Table]] = {
     "document_arms": document_arms,
     "main_job_forms": main_job_forms,
     "pilot_arms": pilot_arms,
+    "verified_rates": verified.rates,
+    "verified_arms": verified.arm_means,
+    "verified_primary": verified.primary,
+    "verified_equal": verified.equal,
+    "verified_secondary": verified.secondary,
     "document_primary": lambda study, sweep: document_comparisons(study, sweep, "primary"),
     "document_secondary": lambda study, sweep: document_comparisons(study, sweep, "secondary"),
     "outcomes_by_kind": outcomes_by_kind,

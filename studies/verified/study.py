@@ -1,19 +1,20 @@
-"""Compare verified rollouts with plain on-policy and offline text, over charts of the tiny clinic.
+"""Compare verified text with plain on-policy and with the teacher's own, chart by chart.
 
-    python -m studies.on_policy.pilot [--charts 930 931 932 933] [--warm 20] [--steps 24]
+    python -m studies.verified.study rates     # four rates of each arm, on charts for tuning
+    python -m studies.verified.study charts    # the registered comparisons, at the rates chosen
 
-A pilot, not a registered study: it shows that the machinery does what the first pilots did, on
-charts that no figure uses. Every chart is one cartridge. It learns from the teacher's text first
-(the warm start), and from there each arm goes on with text of its own, equally many steps:
+README.md beside this file has the design as it was registered. A chart is one cartridge of the
+tiny reader. It learns from the teacher's text first (the warm start), and from there each arm goes
+on with text of its own, equally many steps:
 
-    verified   the student proposes, the document's teacher replaces what it gives less than 0.05
     plain      the student alone
-    masked     the student alone, without a loss behind the first refused token
+    verified   the student proposes, the document's teacher replaces what it gives less than 0.05
     offline    the teacher alone
 
-Outcomes, on the chart's note: the share of its sentences in sampled and in greedy recitations, and
-nats a token of the true note. The generator, the teacher and the trainer are the learning modules
-themselves, in this process; the sampling is that of a run.
+with forward KL, and the last two with JSD too. Outcomes, on the chart's note: the share of its
+sentences in sampled and in greedy recitations, and nats a token of the true note. The generator,
+the teacher and the trainer are the learning modules themselves, in this process; the sampling is
+that of a run. Each row is written as it is made, so that an interrupted study goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import asyncio
 import json
 import platform
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
@@ -49,7 +51,8 @@ from cartridge_forge.plugins.decoding.verified.rows import VerifiedRows
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
 from cartridge_forge.plugins.documents.study.verified import opened, trained_marks
-from cartridge_forge.protocols.files import REPOSITORY
+from cartridge_forge.protocols.files import REPOSITORY, write_atomically
+from cartridge_forge.protocols.spec.sections import LossSpec
 from cartridge_forge.protocols.step import (
     Completion,
     GenerateRequest,
@@ -62,24 +65,42 @@ from cartridge_forge.protocols.step import (
     stream_seed,
 )
 from cartridge_forge.training.records import Rollout, as_rollout
-from studies.on_policy.arms import WARM, arms_of
-from studies.tables.cells import table
+from studies.verified.tables import WARM
 
 MODEL = str(REPOSITORY / "models" / "clinic-reader")
-RECORD = Path("runs") / "on-policy-pilot.json"
-ARMS: dict[str, dict[str, Any]] = {
-    "verified": {"verify": {"rule": "threshold", "below": 0.05, "block": 6}},
-    "plain": {},
-    "masked": {"until_refused": 0.05},
-    "offline": {},
+STEPS, WARM_STEPS, WARM_LR = 12, 24, 0.4  # the rate of the main job
+RATES = (0.05, 0.1, 0.2, 0.4, 0.8)
+VERIFY = {"verify": {"rule": "threshold", "below": 0.05, "block": 6}}
+JSD = LossSpec(direction="jsd", beta=0.5)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Describe an arm: the keys of `rollout` that make its text, None for the teacher's, the loss,
+    and the rate that was chosen on TUNING_CHARTS."""
+
+    rollout: dict[str, Any] | None
+    loss: LossSpec
+    rate: float
+
+
+ARMS: dict[str, Arm] = {
+    "plain, forward": Arm({}, LossSpec(), 0.4),
+    "verified, forward": Arm(VERIFY, LossSpec(), 0.4),
+    "offline, forward": Arm(None, LossSpec(), 0.4),
+    "verified, JSD": Arm(VERIFY, JSD, 0.8),
+    "offline, JSD": Arm(None, JSD, 0.8),
 }
-WARM_LR, LR = 0.4, 0.1  # the rate of the main job, and a quarter of it, by the first pilots
-RECITATIONS = 12  # sampled ones of a chart
+TUNING_CHARTS = tuple(range(940, 944))
+# The charts of each arm: the first 8 for study A, 16 for C, all for B.
+FIRST_CHART, CHARTS_OF_B = 600, 32
+CHARTS: dict[str, int] = {"plain, forward": 8, "verified, forward": 8, "offline, forward": 16}
+RECITATIONS = 32  # sampled ones of a chart
 TOP, ROW_TOKENS = 20, 256
 
 
 def spec_of(chart: int, steps: int, lr: float, rollout: dict[str, Any]) -> DocumentsLearn:
-    """Return the config of one arm over one chart."""
+    """Return the config of `steps` over one chart."""
     return DocumentsLearn.model_validate(
         {
             "model": {"path": MODEL},
@@ -142,7 +163,7 @@ class NoteRecitations:
 
     def __init__(self, model: LanguageModel, tokenizer: Any, seed: int) -> None:
         self.model, self.seed = model, seed
-        spec = spec_of(seed, 1, LR, {})
+        spec = spec_of(seed, 1, WARM_LR, {})
         self.tokenizer = tokenizer
         self.tasks = LongHealthPrompts(spec, read_patients(spec.data), tokenizer)
         ((self.name, patient),) = self.tasks.patients.items()
@@ -177,22 +198,22 @@ class NoteRecitations:
 
 
 def trained(
-    chart: NoteRecitations, arm: str, steps: int, lr: float, start: Tensor, begin: int
+    chart: NoteRecitations, arm: Arm, steps: int, start: Tensor, begin: int
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return the cartridge after `steps` on an arm's text from `start`, with facts of the arm. The
     prompts are those of the steps from `begin` on."""
-    spec = spec_of(chart.seed, steps, lr, ARMS[arm])
+    spec = spec_of(chart.seed, steps, arm.rate, arm.rollout or {})
     tasks, room = chart.tasks, OneProcess(chart.model, chart.document, chart.tasks.end_ids)
     sampling = opened(spec, cast("Any", room), tasks.end_ids)
     bank = CartridgeBank([chart.name], [start], frozen=1)
-    trainer = CartridgeTrainer(chart.model, bank, spec.train)
+    trainer = CartridgeTrainer(chart.model, bank, spec.train, loss=arm.loss)
     trainer.begin("on_policy", steps)
     shares, seconds, tokens = [], 0.0, 0
     for step in range(begin, begin + steps):
         room.cartridge = bank.kv()[0].detach()
-        started = time.perf_counter()
+        started = time.process_time()
         rollout = _rollout(tasks, room, sampling, arm, step, trainer.version)
-        seconds += time.perf_counter() - started
+        seconds += time.process_time() - started
         if rollout.verified:
             shares.append(rollout.verified["share"])
         samples = list(rollout.samples)
@@ -202,16 +223,16 @@ def trained(
             teacher = teacher.rows(torch.tensor([m for of_one in marks for m in of_one]))
         batch = TrainBatch(doc=samples, doc_trained=marks, scores={"doc_teacher": teacher})
         tokens += trainer.step(batch, trainer.version).tokens
-    facts: dict[str, Any] = {"tokens": tokens, "sampling_seconds": round(seconds, 2)}
+    facts: dict[str, Any] = {"tokens": tokens, "sampling_cpu_s": round(seconds, 2)}
     if shares:
         facts |= {"accepted_first": shares[0], "accepted_last": shares[-1]}
     return bank.kv()[0].detach().clone(), facts
 
 
 def _rollout(
-    tasks: LongHealthPrompts, room: OneProcess, sampling: Any, arm: str, step: int, version: int
+    tasks: LongHealthPrompts, room: OneProcess, sampling: Any, arm: Arm, step: int, version: int
 ) -> Rollout:
-    if arm == "offline":
+    if arm.rollout is None:
         prompts = tasks.offline(step)
         return as_rollout(
             step, prompts, asyncio.run(room.generate([p.request for p in prompts])), True
@@ -224,41 +245,55 @@ def _rollout(
     )
 
 
+def cells(part: str, charts: int) -> Iterator[tuple[int, list[tuple[str, Arm]]]]:
+    """Yield the charts of a part of the study, each with its arms."""
+    if part == "rates":
+        tried = [(name, replace(arm, rate=r)) for name, arm in ARMS.items() for r in RATES]
+        yield from ((chart, tried) for chart in TUNING_CHARTS)
+    else:
+        for i in range(charts):
+            yield FIRST_CHART + i, [x for x in ARMS.items() if i < CHARTS.get(x[0], charts)]
+
+
 def main() -> None:
-    """Run every arm over every chart; write the record and print the table."""
+    """Run a part of the study from where its record ends, and print its table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--charts", type=int, nargs="+", default=[930, 931, 932, 933])
-    parser.add_argument("--warm", type=int, default=24, help="steps on the teacher's text first")
-    parser.add_argument("--steps", type=int, default=12, help="steps of each arm")
+    parser.add_argument("part", choices=("rates", "charts"))
+    parser.add_argument(
+        "--charts", type=int, default=CHARTS_OF_B, help="charts of study B; see README.md"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     model, tokenizer = load_model(MODEL), load_tokenizer(MODEL)
+    path = Path("runs") / f"verified-{options.part}.json"
     record: dict[str, Any] = {
-        "study": "on_policy pilot", "charts": options.charts, "warm_steps": options.warm,
-        "steps": options.steps, "warm_lr": WARM_LR, "lr": LR, "torch": torch.__version__,
+        "study": f"verified {options.part}", "steps": STEPS, "warm_steps": WARM_STEPS,
+        "warm_lr": WARM_LR, "recitations": RECITATIONS, "torch": torch.__version__,
         "processor": platform.machine(), "threads": 1, "rows": [],
     }  # fmt: skip
-    if RECORD.exists():  # an interrupted pilot goes on
-        record["rows"] = json.loads(RECORD.read_text(encoding="utf-8"))["rows"]
+    if path.exists():
+        record["rows"] = json.loads(path.read_text(encoding="utf-8"))["rows"]
     rows = record["rows"]
-    for seed in options.charts:
-        finished = {row["arm"] for row in rows if row["chart"] == seed}
-        if finished >= {WARM, *ARMS}:
+    path.parent.mkdir(exist_ok=True)
+
+    def keep(seed: int, name: str, rate: float, facts: dict[str, Any]) -> None:
+        rows.append({"chart": seed, "arm": name, "rate": rate, **facts})
+        print(json.dumps(rows[-1]), flush=True)
+        write_atomically(path, json.dumps(record, indent=1) + "\n")
+
+    for seed, arms in cells(options.part, options.charts):
+        finished = {(row["arm"], row["rate"]) for row in rows if row["chart"] == seed}
+        wanted = [(name, arm) for name, arm in arms if (name, arm.rate) not in finished]
+        if not wanted:
             continue
         chart = NoteRecitations(model, tokenizer, seed)
-        start = chart.document[:, :, :, :28]
-        warm, _ = trained(chart, "offline", options.warm, WARM_LR, start, 0)
-        for arm in (WARM, *ARMS):
-            if arm in finished:
-                continue
-            cartridge, facts = warm, dict[str, Any]()
-            if arm != WARM:
-                cartridge, facts = trained(chart, arm, options.steps, LR, warm, options.warm)
-            rows.append({"chart": seed, "arm": arm, **chart.measure(cartridge), **facts})
-            print(json.dumps(rows[-1]), flush=True)
-            RECORD.parent.mkdir(exist_ok=True)
-            RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print("\n".join(table(*arms_of(record))))
+        first = Arm(None, LossSpec(), WARM_LR)
+        warm, _ = trained(chart, first, WARM_STEPS, chart.document[:, :, :, :28], 0)
+        if (WARM, 0.0) not in finished:
+            keep(seed, WARM, 0.0, chart.measure(warm))
+        for name, arm in wanted:
+            cartridge, facts = trained(chart, arm, STEPS, warm, WARM_STEPS)
+            keep(seed, name, arm.rate, {**chart.measure(cartridge), **facts})
 
 
 if __name__ == "__main__":
