@@ -34,29 +34,32 @@ class CheckResult:
 
 def check(paths: Sequence[str], parse: Parse) -> CheckResult:
     """Check the manifests of files and folders. Raises SpecError for paths without manifests."""
-    sets, faults, notes = read_sets(paths)
-    kinds = [
-        m.value
-        for manifest_set in sets
-        for m in manifest_set
-        if m.kind == "CustomResourceDefinition"
-    ]
-    for manifests in sets:
-        more, remarks = check_objects(manifests, parse, kinds)
+    sets, loose, faults, notes = read_sets(paths)
+    built = [manifest for manifests in sets for manifest in manifests]
+    kinds = [m.value for m in (*built, *loose) if m.kind == "CustomResourceDefinition"]
+    alone = [(loose, built)] if loose else []
+    for manifests, beside in (*((one, ()) for one in sets), *alone):
+        more, remarks = check_objects(manifests, parse, kinds, beside)
         faults += more
         notes += remarks
-    count = sum(map(len, sets))
+    count = len(built) + len(loose)
     return CheckResult(tuple(dict.fromkeys(faults)), tuple(dict.fromkeys(notes)), count)
 
 
 def check_objects(
-    manifests: Sequence[Manifest], parse: Parse, kinds: Sequence[dict[str, object]] = ()
+    manifests: Sequence[Manifest],
+    parse: Parse,
+    kinds: Sequence[dict[str, object]] = (),
+    beside: Sequence[Manifest] = (),
 ) -> tuple[list[ManifestFault], list[str]]:
-    """Return the faults and notes of objects that are applied together; `kinds` are definitions of
-    custom kinds beside ours. Objects that break their schema are not read further."""
+    """Return the faults and notes of objects that are applied together, with those `beside` them in
+    the cluster; `kinds` are definitions of custom kinds beside ours. Objects that break their
+    schema are not read further."""
     faults, notes = check_schemas(manifests, [*definitions(), *kinds])
     if faults:
         return faults, [*notes, "references and commands are checked once every schema is met"]
-    mine = ours(manifests)
+    around = ours([*manifests, *beside])
+    names = {id(manifest) for manifest in manifests}
+    mine = [manifest for manifest in around if id(manifest) in names]
     containers, faults = our_containers(mine, parse)
-    return [*check_references(mine), *faults, *check_commands(mine, containers)], notes
+    return [*check_references(mine, around), *faults, *check_commands(mine, containers)], notes

@@ -21,10 +21,10 @@ OTHER_KUSTOMIZATIONS = ("kustomization.yml", "Kustomization")
 
 def read_sets(
     paths: Sequence[str],
-) -> tuple[list[list[Manifest]], list[ManifestFault], list[str]]:
-    """Return the objects of files, folders or `-`, those that are applied together in one list;
-    faults of what is no object; and notes of what is not read. Raises SpecError for a path that
-    does not exist or holds nothing."""
+) -> tuple[list[list[Manifest]], list[Manifest], list[ManifestFault], list[str]]:
+    """Return the objects of files, folders or `-`: a list for each kustomization, then those of
+    files that are in none; faults of what is no object; and notes of what is not read. Raises
+    SpecError for a path that does not exist or holds nothing."""
     sets: list[list[Manifest]] = []
     faults: list[ManifestFault] = []
     notes: list[str] = []
@@ -39,11 +39,9 @@ def read_sets(
                 faults.append(ManifestFault("build", "", "", what, remedy, target))
         for name in tree.keys() - files_of(tree):
             loose += _valid(yaml.load_all(tree[name], LOADER), name, faults)
-    if loose:
-        sets.append(sorted(loose, key=lambda manifest: manifest.file))
-    if not sets and not faults:
+    if not sets and not loose and not faults:
         raise SpecError(f"{', '.join(paths)}: there are no manifests; give YAML files or a folder")
-    return sets, faults, notes
+    return sets, sorted(loose, key=lambda manifest: manifest.file), faults, notes
 
 
 def _tree(path: str, faults: list[ManifestFault], notes: list[str]) -> dict[str, str]:

@@ -27,12 +27,15 @@ SOURCES = (
 Keys = Mapping[str, Sequence[str]] | None  # of each Secret; None where nothing lists them
 
 
-def check_references(manifests: Sequence[Manifest]) -> Iterator[ManifestFault]:
-    """Yield references to objects, keys and ports that do not exist."""
-    names = {(m.kind, m.name) for m in manifests} | DEFAULTS
-    keys, pods = secret_keys(manifests), list(pod_templates(manifests))
-    for template in pods:
-        yield from _pod(template, manifests, names, keys)
+def check_references(
+    manifests: Sequence[Manifest], around: Sequence[Manifest]
+) -> Iterator[ManifestFault]:
+    """Yield references of objects to objects, keys and ports that are not among those `around`
+    them, themselves included."""
+    names = {(m.kind, m.name) for m in around} | DEFAULTS
+    keys, pods = secret_keys(around), list(pod_templates(around))
+    for template in pod_templates(manifests):
+        yield from _pod(template, around, names, keys)
     for manifest in manifests:
         yield from _selector(manifest, pods)
         if manifest.kind in AUTOSCALERS:

@@ -69,6 +69,24 @@ def test_a_number_need_not_be_declared_by_a_container(
     assert [f.rule for f in faults] == ["references"] * fault
 
 
+@pytest.mark.parametrize(("port", "code"), [(9999, 0), ("http", 0), ("web", 1)])
+def test_a_file_beside_a_kustomization_selects_its_pods(
+    port: int | str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With our label or without: it is in a namespace where our pods are."""
+    tree = REPOSITORY / "deploy/k8s"
+    files = (tree / "overlays/serve").glob("*.yaml")
+    objects = [o for file in files for o in yaml.safe_load_all(file.read_text())]
+    (service,) = [o for o in objects if o and o["kind"] == "Service"]
+    service["metadata"] = {"name": "mine", "namespace": service["metadata"]["namespace"]}
+    service["spec"]["ports"] = [{"name": "http", "port": 80, "targetPort": port}]
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(service))
+    assert forge(["k8s", "check", str(tree), str(tmp_path / "mine.yaml")]) == code
+    printed = capsys.readouterr().out
+    assert ("mine.yaml: Service/mine" in printed) == bool(code)
+    assert "matches no pod" not in printed
+
+
 def test_the_corpus_has_names_of_its_own_and_every_check() -> None:
     assert len({fault.name for fault in ALL_FAULTS}) == len(ALL_FAULTS) == 69
     assert {f.check for f in ALL_FAULTS} == {
