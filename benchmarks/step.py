@@ -54,7 +54,7 @@ from cartridge_forge.learning.teacher import (
     top_k,
 )
 from cartridge_forge.learning.trainer import CartridgeTrainer
-from cartridge_forge.plugins.shared_memory.plane import SharedMemoryPlane
+from cartridge_forge.plugins.host.plane import SharedMemoryPlane
 from cartridge_forge.plugins.watch.report.plots import Plot, hue, legend
 from cartridge_forge.protocols.files import flush
 from cartridge_forge.protocols.spec.sections import LossSpec, TrainSpec

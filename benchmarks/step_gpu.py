@@ -33,7 +33,7 @@ from benchmarks.record import benchmark
 from cartridge_forge.forge_run.plan.roofline import A100, EXPLICIT, H200, DevicePeaks, PhaseCost
 from cartridge_forge.learning.attention import layout_of
 from cartridge_forge.learning.batch import pack
-from cartridge_forge.plugins.shared_memory.plane import SharedMemoryPlane
+from cartridge_forge.plugins.host.plane import SharedMemoryPlane
 from cartridge_forge.plugins.statistics.formatting import bytes_text, count_text
 
 GOAL = 2.0  # times the cached bound, of the whole step

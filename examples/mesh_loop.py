@@ -29,7 +29,7 @@ from cartridge_forge.plugins.documents.study.longhealth import (
     measure,
     open_prompts,
 )
-from cartridge_forge.plugins.sandbox.private_sockets import use_private_sockets
+from cartridge_forge.plugins.host.private_sockets import use_private_sockets
 from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.step import TeacherScores, TrainBatch
 from cartridge_forge.services.clients import (

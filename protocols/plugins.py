@@ -271,7 +271,7 @@ SHIPPED = (
             "document_logprobs": f"{PLUGINS}.objectives.policy_scores:document_logprobs",
         },
     ),
-    Plugin("shared_memory", planes={"shared_memory": f"{PLUGINS}.shared_memory.plane:open_plane"}),
+    Plugin("host", planes={"shared_memory": f"{PLUGINS}.host.plane:open_plane"}),
     Plugin(
         "decoding",
         hooks={

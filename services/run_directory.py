@@ -390,9 +390,9 @@ def _first_misplaced(
         is_second = (arm, step) == last and (single or (ours and number <= last_number))
         if (arm, step) < last or is_second:
             first = min(first or (arm, step - 1), (arm, step - 1))
-        before = last[1] if arm == last[0] else 0
-        if gapless and arm >= last[0] and step > before + 1:
-            first = min(first or (arm, before), (arm, before))
+        previous = last[1] if arm == last[0] else 0
+        if gapless and arm >= last[0] and step > previous + 1:
+            first = min(first or (arm, previous), (arm, previous))
         last, last_number = max(last, (arm, step)), number
     return first
 

@@ -29,7 +29,7 @@ from cartridge_forge.learning.teacher import (
 )
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.plugins.cluster.manifests.sizing import model_size, role_needs
-from cartridge_forge.plugins.shared_memory.plane import SharedMemoryPlane
+from cartridge_forge.plugins.host.plane import SharedMemoryPlane
 from cartridge_forge.plugins.statistics.formatting import bytes_text
 from cartridge_forge.protocols.step import PublishedCartridge, Sample, TensorRef
 

@@ -42,7 +42,7 @@ Ids = tuple[int, ...]
 Turn = Callable[[Sequence[Ids], int], list[Ids]]  # (prompts, new tokens) -> the tokens of each
 
 
-def engine_turn(backend: str, model: str, ids: Ids, cartridge: int, rest: dict[str, Any]) -> Turn:
+def engine_turn(backend: str, model: str, ids: Ids, cartridge: int, kv: Any) -> Turn:
     """Return a turn of one of our engines over a cartridge of the first tokens of `ids`."""
     from cartridge_forge.actors.base import ModelSource, NoPlane, keep_freed_memory
     from cartridge_forge.actors.engine_generator import build_engine, environment
@@ -55,7 +55,7 @@ def engine_turn(backend: str, model: str, ids: Ids, cartridge: int, rest: dict[s
         os.environ.update(environment(base))
     spec = GeneratorSpec(backend=backend, kv_gib=0.5)  # type: ignore[arg-type]  # one of SIDES
     engine = build_engine(base, frozenset(), spec)
-    engine.hold({("d", 1): rest["kv"]})
+    engine.hold({("d", 1): kv})
     prefix = PrefixRef("cartridge/d", 1)
 
     def turn(prompts: Sequence[Ids], new: int) -> list[Ids]:
@@ -106,12 +106,12 @@ def side_process(pipe: Any, side: str, model: str, ids: Ids, cartridge: int, kv:
     turn = (
         bare_turn(model, ids, cartridge)
         if side == "bare"
-        else engine_turn(side, model, ids, cartridge, {"kv": torch.from_numpy(kv)})
+        else engine_turn(side, model, ids, cartridge, torch.from_numpy(kv))
     )
     pipe.send("ready")
-    while (asked := pipe.recv()) is not None:
+    while (arguments := pipe.recv()) is not None:
         start = time.process_time()
-        answers = turn(*asked)
+        answers = turn(*arguments)
         pipe.send((answers, time.process_time() - start))
     pipe.send(memory())
 
@@ -160,7 +160,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, 
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     folder = models_folder() / arguments.model
-    kept = sum(file.stat().st_size for file in folder.iterdir() if file.name != WRITTEN)
+    stored = sum(file.stat().st_size for file in folder.iterdir() if file.name != WRITTEN)
     ids = tuple(tokenizer_of(str(folder))(arguments.document.read_text()).input_ids)
     network = load_model(str(folder))
     kv = document_kv(network, ids[: arguments.cartridge]).numpy()
@@ -173,7 +173,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, 
         assert pipe.recv() == "ready"
     turns = random.Random(0)
     rates: dict[str, list[float]] = {}
-    written: dict[tuple[str, Ids], Ids] = {}  # by side and prompt
+    responses: dict[tuple[str, Ids], Ids] = {}  # by side and prompt
     for number in range(arguments.rounds + 1):
         for streams in arguments.streams:
             begins = turns.sample(range(len(ids) - arguments.prompt), streams)
@@ -185,7 +185,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, 
                 pipes[side].send((prompts, new))
                 answers, seconds = pipes[side].recv()
                 assert [len(answer) for answer in answers] == [new] * streams, side
-                written |= {(side, p): a for p, a in zip(prompts, answers, strict=True)}
+                responses |= {(side, p): a for p, a in zip(prompts, answers, strict=True)}
                 if number:  # the first warms up
                     rates.setdefault(f"{side}, {streams} streams", []).append(
                         streams * new / seconds
@@ -203,15 +203,15 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, 
                 name = f"llama.cpp over {side}, {streams} streams"
                 ratios[name] = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
     pairs = [
-        (prompt, own, written["llama.cpp", prompt])
-        for (side, prompt), own in written.items()
+        (prompt, response, responses["llama.cpp", prompt])
+        for (side, prompt), response in responses.items()
         if side == "torch" and "llama.cpp" in arguments.sides
     ]
     differences = [first_difference(network, torch.from_numpy(kv), *pair) for pair in pairs]
     results = {
         "tokens_per_cpu_second": rates,
         "memory_bytes": memories,
-        "kept_bytes": kept,
+        "kept_bytes": stored,
         "differences": differences,
     }
     return ratios, results

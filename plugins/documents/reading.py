@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cartridge_forge.plugins.documents.formats import READERS, UNICODE, FileText, ReadOptions
+from cartridge_forge.plugins.host.limited_process import LimitedProcess, ProcessLimits
 from cartridge_forge.plugins.library.names import romanised
-from cartridge_forge.plugins.sandbox.limited_process import LimitedProcess, ProcessLimits
 from cartridge_forge.protocols.errors import DataError
 
 MOST_FILES = 10_000

@@ -183,20 +183,22 @@ def set_paper(
             f"run {directory.id} has no questions about documents (data.source "
             f"{learn.data.source}); forge eval is for clinic, longhealth, documents and handbook"
         )
-    about, own = readers[learn.data.source](learn, directory, tokenizer)
+    about, user_questions = readers[learn.data.source](learn, directory, tokenizer)
     source, file = "held-out questions", asked or learn.data.questions
     notes: tuple[str, ...] = ()
-    known = own is None or bool(own and (own[0][0].answers or own[0][0].choice))
+    known = user_questions is None or bool(
+        user_questions and (user_questions[0][0].answers or user_questions[0][0].choice)
+    )
     if file is not None:
         owners, words = about.layout.documents, learn.data.instruction
         read = read_question_file(file, about.texts, words, owners, unanswerable=True)
         require_questions(read.questions, file, tokenizer)
         by_context = [[q for q in read.questions if q.document == name] for name in about.texts]
-        own = [
+        user_questions = [
             (replace(q, document=owners[q.document]), q.document) for q in interleave(by_context)
         ]
         source, known, notes = Path(file).name, True, read.notes
-    if not own:
+    if not user_questions:
         raise DataError(
             f"run {directory.id} has no held-out question: raise data.held_out, or give a file "
             "with --asked"
@@ -211,7 +213,7 @@ def set_paper(
             NO_DOCUMENT: about.conversation.head(None),
         },
         end_ids=about.conversation.end_ids,
-        items=tuple(_item(q, of, about, known) for q, of in own[: spec.questions]),
+        items=tuple(_item(q, of, about, known) for q, of in user_questions[: spec.questions]),
         passages=tuple(_passages(spec, learn, about, tokenizer)),
         probes=tuple(_probes(spec, learn, about)),
         formats=tuple(_formats(about)) if spec.formats and learn.data.source in TEXTS else (),
@@ -315,14 +317,14 @@ def _documents(
     read = (studied_of(r, learn, about.conversation, about.titles, model) for r in rows if r.kept)
     _, held_out = split(filter(None, read), learn.data.held_out)
     owners = parts.layout.documents
-    own = [
+    questions = [
         (
             UserQuestion(s.key, owners[s.document], s.messages[-1].content, before=s.messages[:-1]),
             s.document,
         )
         for s in held_out
     ]
-    return about, own
+    return about, questions
 
 
 def _handbooks(
@@ -402,14 +404,14 @@ def _probes(spec: EvalSpec, learn: DocumentsLearn, about: EvalSubjects) -> list[
     """Return the probes; each is asked over the cartridge of one context, in turn."""
     if not spec.probes:
         return []
-    others = [] if learn.data.source in TEXTS else _others(learn)
-    if others:
+    patients = [] if learn.data.source in TEXTS else _others(learn)
+    if patients:
         # The chart is in the user's turn, to test whether the model can still read one there.
         asked = interleave(
             [
                 [replace(_choice(q, learn), text=f"{p.document} {_choice(q, learn).text}")
                  for q in p.questions]
-                for p in others
+                for p in patients
             ]
         )  # fmt: skip
     else:

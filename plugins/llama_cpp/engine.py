@@ -245,10 +245,10 @@ class LlamaEngine:
         """Release cartridges, and what no row reads of the prefixes that have them."""
         for key in cartridges:
             del self._held[key]
-        gone = set(cartridges)
+        evicted = set(cartridges)
         for ref in [*self._prefixes]:
             parts = {(p.name.removeprefix(CARTRIDGE), p.version) for p in ref.parts}
-            if parts & gone and not self._prefixes[ref].users:
+            if parts & evicted and not self._prefixes[ref].users:
                 self._unload(ref)
 
     def loads(self) -> tuple[int, int]:
@@ -335,9 +335,9 @@ class LlamaEngine:
                 last[row.sequence] = self._pool.forward(tokens[-1:])[0]
             else:
                 flat += tokens
-        rest = iter(self._pool.forward(flat)) if flat else iter(())
+        rows_logits = iter(self._pool.forward(flat)) if flat else iter(())
         return torch.stack([
-            last[row.sequence] if row.sequence in last else next(rest) for row in rows
+            last[row.sequence] if row.sequence in last else next(rows_logits) for row in rows
         ])  # fmt: skip
 
     def _score(self, state: DecodeState, tokens: Sequence[BatchToken]) -> None:

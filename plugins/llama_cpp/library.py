@@ -205,10 +205,10 @@ class LlamaContext:
     def load(self, sequence: int, state: bytes) -> bool:
         """Replace a sequence by a state; return whether llama.cpp took it."""
         self.cut(sequence, 0)
-        taken: int = self._library.llama_state_seq_set_data(
+        read: int = self._library.llama_state_seq_set_data(
             self._context, state, len(state), sequence
         )
-        return taken == len(state)
+        return read == len(state)
 
     def state(self, sequence: int) -> bytes:
         """Return the state of a sequence as `load` takes it."""

@@ -1,5 +1,5 @@
 """Tabulate what was tried beside the study: the pilot of verified rollouts
-(`studies.on_policy.pilot`), and forms of the main job."""
+of 2026-11-30 (its script is in the history), and forms of the main job."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from cartridge_forge.learning.cartridge import composed
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.model.loading import load_model, text_of
 from cartridge_forge.learning.teacher import context_ids, document_kv
-from cartridge_forge.plugins.shared_memory.plane import SharedMemoryPlane
+from cartridge_forge.plugins.host.plane import SharedMemoryPlane
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
 from cartridge_forge.protocols.step import (
     CartridgeSnapshot,

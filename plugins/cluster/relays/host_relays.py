@@ -22,7 +22,7 @@ from monarch.actor import Actor, endpoint
 from cartridge_forge.plugins.cluster.hosts.handshake import host_and_port, reached_at
 from cartridge_forge.plugins.cluster.relays.relay import AT, Relay, RelayPlace, RelayServer
 from cartridge_forge.plugins.cluster.relays.relayed import RelayedPlane
-from cartridge_forge.plugins.shared_memory.memory_directory import MemoryDirectory
+from cartridge_forge.plugins.host.memory_directory import MemoryDirectory
 from cartridge_forge.protocols.errors import ForgeError, PlaneError
 from cartridge_forge.protocols.spec.mesh import HostsSpec, is_tls
 from cartridge_forge.protocols.spec.services import HealthSpec

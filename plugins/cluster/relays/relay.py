@@ -39,7 +39,7 @@ from cartridge_forge.plugins.cluster.relays.relay_wire import (
     send_json,
 )
 from cartridge_forge.plugins.cluster.tls.listener import MutualTlsRequests
-from cartridge_forge.plugins.shared_memory.memory_directory import file_of, keys_in
+from cartridge_forge.plugins.host.memory_directory import file_of, keys_in
 from cartridge_forge.protocols.errors import ForgeError, PlaneError
 
 WAITING_SECONDS = SILENT_SECONDS / 4  # between two frames of one who waits

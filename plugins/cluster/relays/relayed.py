@@ -20,7 +20,7 @@ import torch
 from cartridge_forge.actors.base import HOST
 from cartridge_forge.plugins.cluster.relays.relay import AT, KeyRequest, RelayPlace, receive
 from cartridge_forge.plugins.cluster.relays.relay_wire import ask
-from cartridge_forge.plugins.shared_memory.plane import SharedMemoryPlane
+from cartridge_forge.plugins.host.plane import SharedMemoryPlane
 from cartridge_forge.protocols.errors import ForgeError, PlaneError
 from cartridge_forge.protocols.step import PUBLISHED, TensorRef
 from cartridge_forge.services.planes.codec import missing_key, packed_bytes, unpack

@@ -25,12 +25,12 @@ from cartridge_forge.plugins.documents.rows.records import DatasetRow, checked, 
 from cartridge_forge.plugins.documents.spec.data import DataSpec
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.spec.rows import HUB, RowsSpec
-from cartridge_forge.plugins.library.hub_errors import asking
-from cartridge_forge.plugins.sandbox.limited_process import (
+from cartridge_forge.plugins.host.limited_process import (
     BrokenLimitError,
     LimitedProcess,
     ProcessLimits,
 )
+from cartridge_forge.plugins.library.hub_errors import asking
 from cartridge_forge.protocols.errors import DataError
 
 SUFFIXES = (".parquet", ".jsonl")  # in this order: a split may be there in both

@@ -1,5 +1,5 @@
 """Draw and score problems of reasoning_gym in a process of its own
-(`plugins.sandbox.limited_process`): some tasks evaluate an answer in C code, where Python
+(`plugins.host.limited_process`): some tasks evaluate an answer in C code, where Python
 exceptions do not arrive."""
 
 from __future__ import annotations

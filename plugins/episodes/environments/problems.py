@@ -29,7 +29,7 @@ from cartridge_forge.plugins.clinic.text import (
 from cartridge_forge.plugins.episodes.environments.verifiers.chat_endpoint import BadChatRequest
 from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import VerifiersWorker
 from cartridge_forge.plugins.episodes.spec.problems import OF_DOCUMENTS, ProblemsSpec
-from cartridge_forge.plugins.sandbox.limited_process import (
+from cartridge_forge.plugins.host.limited_process import (
     BrokenLimitError,
     LimitedProcess,
     ProcessLimits,

@@ -16,7 +16,7 @@ from typing import Any
 from cartridge_forge.plugins.chat.episodes import RewardOutcome
 from cartridge_forge.plugins.episodes.rewards.calling import GRACE_S
 from cartridge_forge.plugins.episodes.spec.rewards import RewardSpec
-from cartridge_forge.plugins.sandbox.limited_process import (
+from cartridge_forge.plugins.host.limited_process import (
     BrokenLimitError,
     LimitedProcess,
     ProcessLimits,

@@ -30,17 +30,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter, ParameterList
 
+from cartridge_forge.plugins.host.limited_process import (
+    BrokenLimitError,
+    LimitedProcess,
+    ProcessLimits,
+)
 from cartridge_forge.plugins.library.formats import forge
 from cartridge_forge.plugins.library.formats.cartridge_file import (
     DTYPES,
     OF_OTHERS,
     CartridgeFile,
     labelled,
-)
-from cartridge_forge.plugins.sandbox.limited_process import (
-    BrokenLimitError,
-    LimitedProcess,
-    ProcessLimits,
 )
 from cartridge_forge.protocols.errors import DataError
 

@@ -26,9 +26,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cartridge_forge.plugins.host.limited_process import BrokenLimitError
 from cartridge_forge.plugins.library.formats import hazyresearch
 from cartridge_forge.plugins.library.formats.cartridge_file import DTYPES, require_small_header
-from cartridge_forge.plugins.sandbox.limited_process import BrokenLimitError
 from cartridge_forge.protocols.errors import DataError
 
 HIDDEN = -1e4  # a bias from which on the weight of an entry is 0 in every dtype

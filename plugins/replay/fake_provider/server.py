@@ -12,7 +12,7 @@ from typing import Literal, Self
 import uvicorn
 from starlette.types import ASGIApp
 
-from cartridge_forge.plugins.sandbox.limited_process import START_SECONDS
+from cartridge_forge.plugins.host.limited_process import START_SECONDS
 from cartridge_forge.protocols.errors import RunError
 
 STOP_TIMEOUT_S = 20.0

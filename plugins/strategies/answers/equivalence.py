@@ -23,7 +23,7 @@ from decimal import Decimal, localcontext
 from fractions import Fraction
 from functools import lru_cache
 
-from cartridge_forge.plugins.sandbox.limited_process import (
+from cartridge_forge.plugins.host.limited_process import (
     BrokenLimitError,
     LimitedProcess,
     ProcessLimits,

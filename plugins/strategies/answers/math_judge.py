@@ -1,4 +1,4 @@
-"""Evaluate and compare LaTeX answers in a process of its own (`plugins.sandbox.limited_process`): a
+"""Evaluate and compare LaTeX answers in a process of its own (`plugins.host.limited_process`): a
 power tower such as 9^{9^{9^9}} is computed in C code, where Python exceptions do not arrive."""
 
 from __future__ import annotations

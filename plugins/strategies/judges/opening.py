@@ -14,15 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from cartridge_forge.plugins.replay.clients import connect
-from cartridge_forge.plugins.replay.ledger import SpendLedger
-from cartridge_forge.plugins.replay.panel import TeacherPanel, limits_of, probability_of_teacher
-from cartridge_forge.plugins.replay.spec import ReplaySpec
-from cartridge_forge.plugins.sandbox.limited_process import (
+from cartridge_forge.plugins.host.limited_process import (
     BrokenLimitError,
     LimitedProcess,
     ProcessLimits,
 )
+from cartridge_forge.plugins.replay.clients import connect
+from cartridge_forge.plugins.replay.ledger import SpendLedger
+from cartridge_forge.plugins.replay.panel import TeacherPanel, limits_of, probability_of_teacher
+from cartridge_forge.plugins.replay.spec import ReplaySpec
 from cartridge_forge.plugins.strategies.problem import Judge
 from cartridge_forge.plugins.strategies.scorers import SEPARATOR
 from cartridge_forge.plugins.strategies.spec import (

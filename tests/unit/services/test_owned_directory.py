@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cartridge_forge.plugins.shared_memory.owned_directory import owned_directory
+from cartridge_forge.plugins.host.owned_directory import owned_directory
 
 
 def test_only_directories_of_dead_owners_are_removed(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from cartridge_forge.plugins.episodes.environments.sessions import (
     SessionLost,
 )
 from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
-from cartridge_forge.plugins.sandbox.limited_process import (
+from cartridge_forge.plugins.host.limited_process import (
     BrokenLimitError,
     LimitedProcess,
     ProcessLimits,

@@ -28,7 +28,7 @@ from typing import Any
 
 from cartridge_forge.plugins.chat.episodes import Task
 from cartridge_forge.plugins.episodes.environments.verifiers.chat_endpoint import ChatEndpoint
-from cartridge_forge.plugins.sandbox.limited_process import START_SECONDS, STARTS
+from cartridge_forge.plugins.host.limited_process import START_SECONDS, STARTS
 from cartridge_forge.plugins.wire.foreign import count, read_json, value_of
 from cartridge_forge.protocols.errors import DataError, RunError
 from cartridge_forge.protocols.files import REPOSITORY

@@ -12,7 +12,7 @@ from cartridge_forge.learning.model.loading import load_tokenizer
 from cartridge_forge.plugins.documents.corpus import TEMPLATE_TOKENS, longest, read_parts
 from cartridge_forge.plugins.documents.formats import ReadOptions
 from cartridge_forge.plugins.documents.reading import ReadLimits, read_documents
-from cartridge_forge.plugins.sandbox.limited_process import ProcessLimits
+from cartridge_forge.plugins.host.limited_process import ProcessLimits
 from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.learn import LearnSpec

@@ -20,7 +20,7 @@ import torch
 from monarch.actor import Actor, ProcMesh, endpoint, this_host
 from rooms.services.planes_setup import KINDS
 
-from cartridge_forge.plugins.shared_memory.plane import SharedMemoryPlane
+from cartridge_forge.plugins.host.plane import SharedMemoryPlane
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.ports import TensorPlane
 from cartridge_forge.protocols.step import TensorLayout, TensorRef
@@ -356,7 +356,7 @@ def test_torchstore_asks_for_the_kind_and_place_of_a_value_where_we_answer() -> 
 
 OWNER = """
 import asyncio, os, signal, sys, time, torch
-from cartridge_forge.plugins.shared_memory.plane import SharedMemoryPlane
+from cartridge_forge.plugins.host.plane import SharedMemoryPlane
 
 async def own(home):
     plane = await SharedMemoryPlane.start(home)

@@ -27,8 +27,8 @@ from cartridge_forge.learning.losses.doc_kl import doc_batch
 from cartridge_forge.learning.teacher import TeacherDistribution, score
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, SdpoSpec
+from cartridge_forge.plugins.host.plane import SharedMemoryPlane
 from cartridge_forge.plugins.library.formats import convert, run_checkpoint
-from cartridge_forge.plugins.shared_memory.plane import SharedMemoryPlane
 from cartridge_forge.protocols.errors import CheckpointError, PublishError
 from cartridge_forge.protocols.spec.sections import TrainSpec
 from cartridge_forge.protocols.step import PublishedCartridge

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from second_device import elsewhere
 
-from cartridge_forge.plugins.shared_memory.plane import SharedMemoryPlane
+from cartridge_forge.plugins.host.plane import SharedMemoryPlane
 from cartridge_forge.protocols.errors import PlaneError, SpecError
 from cartridge_forge.protocols.step import TensorLayout, check_key
 from cartridge_forge.services.planes.codec import (

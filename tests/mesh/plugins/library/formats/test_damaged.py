@@ -19,6 +19,7 @@ from rooms.registry.hub_setup import SMALL, TEXTS, outcome
 from safetensors.torch import save_file
 from torch.nn import Parameter, ParameterList
 
+from cartridge_forge.plugins.host.limited_process import LimitedProcess, ProcessLimits
 from cartridge_forge.plugins.library.formats import hazyresearch
 from cartridge_forge.plugins.library.formats.cartridge_file import (
     HEADER_BYTES,
@@ -26,7 +27,6 @@ from cartridge_forge.plugins.library.formats.cartridge_file import (
     Provenance,
 )
 from cartridge_forge.plugins.library.formats.convert import FORMATS, detect, read
-from cartridge_forge.plugins.sandbox.limited_process import LimitedProcess, ProcessLimits
 from cartridge_forge.protocols.errors import DataError
 
 

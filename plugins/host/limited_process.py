@@ -176,7 +176,7 @@ class LimitedProcess:
         with theirs:
             self._process = subprocess.Popen(
                 [
-                    sys.executable, "-P", "-m", "cartridge_forge.plugins.sandbox.limited_process",
+                    sys.executable, "-P", "-m", "cartridge_forge.plugins.host.limited_process",
                     str(theirs.fileno()), self._function, json.dumps(vars(self._limits)),
                 ],
                 env={

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cartridge_forge.plugins.sandbox import limited_process
-from cartridge_forge.plugins.sandbox.limited_process import LimitedProcess, ProcessLimits
+from cartridge_forge.plugins.host import limited_process
+from cartridge_forge.plugins.host.limited_process import LimitedProcess, ProcessLimits
 from cartridge_forge.protocols.errors import RunError
 
 MODULE = """

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from cartridge_forge.plugins.shared_memory.owned_directory import owned_directory
+from cartridge_forge.plugins.host.owned_directory import owned_directory
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.step import check_key
 
