@@ -37,9 +37,9 @@ def check(paths: Sequence[str], parse: Parse) -> CheckResult:
     sets, loose, faults, notes = read_sets(paths)
     built = [manifest for manifests in sets for manifest in manifests]
     kinds = [m.value for m in (*built, *loose) if m.kind == "CustomResourceDefinition"]
-    alone = [(loose, built)] if loose else []
-    for manifests, beside in (*((one, ()) for one in sets), *alone):
-        more, remarks = check_objects(manifests, parse, kinds, beside)
+    pairs = [(loose, built)] if loose else []
+    for manifests, cluster in (*((one, ()) for one in sets), *pairs):
+        more, remarks = check_objects(manifests, parse, kinds, cluster)
         faults += more
         notes += remarks
     count = len(built) + len(loose)
@@ -50,16 +50,16 @@ def check_objects(
     manifests: Sequence[Manifest],
     parse: Parse,
     kinds: Sequence[dict[str, object]] = (),
-    beside: Sequence[Manifest] = (),
+    cluster: Sequence[Manifest] = (),
 ) -> tuple[list[ManifestFault], list[str]]:
-    """Return the faults and notes of objects that are applied together, with those `beside` them in
-    the cluster; `kinds` are definitions of custom kinds beside ours. Objects that break their
+    """Return the faults and notes of objects that are applied together, with those of the `cluster`
+    beside them; `kinds` are definitions of custom kinds beside ours. Objects that break their
     schema are not read further."""
     faults, notes = check_schemas(manifests, [*definitions(), *kinds])
     if faults:
         return faults, [*notes, "references and commands are checked once every schema is met"]
-    around = ours([*manifests, *beside])
+    objects = ours([*manifests, *cluster])
     names = {id(manifest) for manifest in manifests}
-    mine = [manifest for manifest in around if id(manifest) in names]
+    mine = [manifest for manifest in objects if id(manifest) in names]
     containers, faults = our_containers(mine, parse)
-    return [*check_references(mine, around), *faults, *check_commands(mine, containers)], notes
+    return [*check_references(mine, objects), *faults, *check_commands(mine, containers)], notes

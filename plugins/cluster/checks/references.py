@@ -28,14 +28,14 @@ Keys = Mapping[str, Sequence[str]] | None  # of each Secret; None where nothing 
 
 
 def check_references(
-    manifests: Sequence[Manifest], around: Sequence[Manifest]
+    manifests: Sequence[Manifest], objects: Sequence[Manifest]
 ) -> Iterator[ManifestFault]:
-    """Yield references of objects to objects, keys and ports that are not among those `around`
-    them, themselves included."""
-    names = {(m.kind, m.name) for m in around} | DEFAULTS
-    keys, pods = secret_keys(around), list(pod_templates(around))
+    """Yield references of objects to objects, keys and ports that are not among `objects`,
+    themselves included."""
+    names = {(m.kind, m.name) for m in objects} | DEFAULTS
+    keys, pods = secret_keys(objects), list(pod_templates(objects))
     for template in pod_templates(manifests):
-        yield from _pod(template, around, names, keys)
+        yield from _pod(template, objects, names, keys)
     for manifest in manifests:
         yield from _selector(manifest, pods)
         if manifest.kind in AUTOSCALERS:
