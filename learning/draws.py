@@ -246,12 +246,18 @@ def draw_next(
 ) -> Tensor:
     """Draw the next token [B] of every live row from logits [B, V], which may be changed, and add
     it to its row, which ends with its last one. The first `tokens` ids are the tokenizer's."""
-    logprobs = logits.log_softmax(-1)  # [B, V]
+    live = [row for row in rows if not row.reason]
+    logprobs = None  # [B, V], where a row keeps any
+    if any(row.keeps_logprobs for row in live):
+        logprobs = logits.log_softmax(-1)
     chosen = _choose(rows, logits[:, :tokens])  # [B]
-    values = logprobs.gather(-1, chosen[:, None])[:, 0].tolist()
     ids = chosen.tolist()
-    count = max((row.top_wanted for row in rows if not row.reason), default=0)
-    likeliest = _likeliest(logprobs[:, :tokens], count)
+    values: Sequence[float | None] = [None] * len(rows)
+    likeliest: Sequence[tuple[tuple[int, float], ...]] = [()] * len(rows)
+    if logprobs is not None:
+        values = logprobs.gather(-1, chosen[:, None])[:, 0].tolist()
+        count = max(row.top_wanted for row in live)
+        likeliest = _likeliest(logprobs[:, :tokens], count)
     for b, row in enumerate(rows):
         if not row.reason:
             row.logits += [logits[b, :tokens]] * bool(row.request.logits)
