@@ -165,10 +165,11 @@ class DecodeBatch:
         for b in plan.scored:
             first = row_at[plan.ends[b] - plan.lengths[b]]
             states = hidden[first : first + plan.lengths[b] - 1]  # [T - 1, width]
-            score_prompt(
-                self.rows[b], lambda i, j, x=states: self._logits(x[i:j]), model.vocabulary,
-                model.tokens,
-            )  # fmt: skip
+
+            def logits_at(start: int, stop: int, states: Tensor = states) -> Tensor:
+                return self._logits(states[start:stop])
+
+            score_prompt(self.rows[b], logits_at, model.vocabulary, model.tokens)
         self._cache.used = plan.width
         self._tokens = self._draw(hidden[[row_at[end - 1] for end in plan.ends]])  # [B]
 

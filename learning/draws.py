@@ -220,11 +220,11 @@ def new_row(
 
 
 def score_prompt(
-    row: DecodeState, logits_at: Callable[[int, int], Tensor], vocabulary: int, tokens: int
+    row: DecodeState, logits_at: Callable[[int, int], Tensor], vocabulary: int, tokens: int | None
 ) -> None:
     """Set the log-probabilities of a prompt's tokens after its first. `logits_at(first, stop)`
     returns the logits [stop - first, V] of these positions of the prompt, which are read in
-    ascending order; the first `tokens` ids are those of the tokenizer."""
+    ascending order; the first `tokens` ids are those of the tokenizer, None for all."""
     ids = torch.tensor(row.request.prompt_ids[1:], dtype=torch.long)
     values, best = list[float](), list[int]()
     top: list[tuple[tuple[int, float], ...]] = []
@@ -242,10 +242,11 @@ def score_prompt(
 
 
 def draw_next(
-    rows: Sequence[DecodeState], logits: Tensor, tokens: int, end_ids: frozenset[int]
+    rows: Sequence[DecodeState], logits: Tensor, tokens: int | None, end_ids: frozenset[int]
 ) -> Tensor:
     """Draw the next token [B] of every live row from logits [B, V], which may be changed, and add
-    it to its row, which ends with its last one. The first `tokens` ids are the tokenizer's."""
+    it to its row, which ends with its last one. The first `tokens` ids are the tokenizer's, None
+    for all."""
     live = [row for row in rows if not row.reason]
     logprobs = None  # [B, V], where a row keeps any
     if any(row.keeps_logprobs for row in live):

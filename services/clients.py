@@ -299,12 +299,12 @@ class TrainerClient(RoleClient):
         return version
 
     async def step(
-        self, batch: TrainBatch, version: int, there: CartridgeSnapshot | None = None
+        self, batch: TrainBatch, version: int, snapshot: CartridgeSnapshot | None = None
     ) -> TrainStepOutput:
-        """Train `version` on a scored batch, and put the new version into the plane, where `there`
-        is given: without the cartridges that are there. Raises PlaneError when the scores are lost,
-        StaleTokenError when a token is older than the bound."""
-        output: TrainStepOutput = await self.pool.route("step", Packed(batch), version, there)
+        """Train `version` on a scored batch, and put the new version into the plane, where a
+        `snapshot` is given: without the cartridges that are there. Raises PlaneError when the
+        scores are lost, StaleTokenError when a token is older than the bound."""
+        output: TrainStepOutput = await self.pool.route("step", Packed(batch), version, snapshot)
         return output
 
     async def read_ahead(self, packet: TensorRef) -> None:

@@ -61,7 +61,7 @@ class YamlLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()  # type: ignore[no-untyped-call]  # PyYAML's stubs
+            event = self.peek_event()
             raise _refusal(
                 f"the alias *{event.anchor} is not read here; write the value out", event
             )

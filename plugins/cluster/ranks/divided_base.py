@@ -65,18 +65,18 @@ class TensorGroup:
 
     def enter(self, x: Tensor) -> Tensor:
         """Return x. In the backward pass the gradients of all ranks are added."""
-        out: Tensor = _Enter.apply(x, self)  # type: ignore[no-untyped-call]  # torch's
+        out: Tensor = _Enter.apply(x, self)
         return out
 
     def total(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' x. The gradient is that of the sum."""
-        out: Tensor = _Total.apply(x, self)  # type: ignore[no-untyped-call]  # torch's
+        out: Tensor = _Total.apply(x, self)
         return out
 
     def beside(self, x: Tensor) -> Tensor:
         """Return all ranks' x [..., n] side by side, [..., size n]. The gradient is that of the own
         part, for a loss that every rank computes alike."""
-        out: Tensor = _Beside.apply(x, self)  # type: ignore[no-untyped-call]  # torch's
+        out: Tensor = _Beside.apply(x, self)
         return out
 
     @torch.no_grad()
