@@ -14,7 +14,8 @@ is resumed.
 
 A client follows Retry-After once, as OpenAI's clients do; the answers that came without that are
 counted too. The record is written after each minute, so that an interrupted soak keeps its rows,
-and with --resume goes on after the last. Memory is the sum of the Pss of a command's processes,
+and with --resume goes on after the last. Memory is what a command's processes wrote (Pss_Anon and
+Pss_Shmem; pages of files are shared with whatever else runs, and count more when that ends),
 descriptors are those that they have open. The exit code is 1 where a goal is missed: 99.9% of the
 requests answered, every greedy answer equal, memory flat within 5% after the first ten minutes.
 """
@@ -337,12 +338,12 @@ def strike(fault: RoleFault, server: Running, run: EndlessRun) -> str:
 
 
 def usage(member: Running) -> tuple[float, int]:
-    """Return a command's proportional set size in MB, and its open descriptors."""
+    """Return the memory that a command's processes wrote, in MB, and its open descriptors."""
     kib, descriptors = 0, 0
     for pid in member.alive():
         with suppress(OSError):  # gone meanwhile
             text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-            kib += int(re.findall(r"^Pss:\s+(\d+)", text, re.MULTILINE)[0])
+            kib += sum(map(int, re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+)", text, re.MULTILINE)))
             descriptors += len(os.listdir(f"/proc/{pid}/fd"))
     return round(kib * 1024 / 1e6, 1), descriptors
 
@@ -460,7 +461,7 @@ def plot(record: Path, picture: Path) -> None:
         axes[0, 0].plot(minutes, share, label=label)
     panels = (
         (axes[0, 1], "seconds", {"median": "median_s", "p95": "p95_s"}),
-        (axes[1, 0], "memory, MB (Pss)", {"server": "server_mb", "run": "run_mb"}),
+        (axes[1, 0], "memory, MB", {"server": "server_mb", "run": "run_mb"}),
         (axes[1, 1], "descriptors", {"server": "server_descriptors", "run": "run_descriptors"}),
     )
     axes[0, 0].set_ylabel("answered, %")
