@@ -249,7 +249,7 @@ SHIPPED = (
             "keep_verdict": f"{PLUGINS}.library.models.verdicts:keep_verdict",
             "whole_weights": f"{PLUGINS}.library.base_models.kept:whole_weights",
             "model_check": f"{PLUGINS}.library.models.parity:check_model",
-            "start": f"{PLUGINS}.library.starting:open_start",
+            "start": f"{PLUGINS}.library.starts.trained:open_start",
             "trainer_files": f"{PLUGINS}.library.stored_files:TrainerFiles",
             "store_variables": f"{PLUGINS}.library.object_store:VARIABLES",
         },

@@ -230,12 +230,7 @@ class ToolEpisodesRecipe(Recipe):
 
     def restored(self, saved: dict[str, Any]) -> Rollout:
         """Return a rollout that a checkpoint saved before it was trained, with its episodes."""
-        rollout = super().restored(saved)
-        return replace(
-            rollout,
-            episodes=tuple(_EPISODE.validate_python(episode) for episode in rollout.episodes),
-            hints=tuple(TurnHint(**hint) for hint in rollout.hints),
-        )
+        return with_episodes(super().restored(saved))
 
     async def offline(self, first: int, generate: GenerateCall) -> list[Rollout]:
         """Return one step's episodes as the model plays them that has the document in context. The
@@ -436,6 +431,15 @@ class ToolEpisodesRecipe(Recipe):
             await self._ahead[0].close()
         if self._preferences is not None:
             await self._preferences.close()
+
+
+def with_episodes(rollout: Rollout) -> Rollout:
+    """Return a rollout that was read from JSON with its episodes and hints as records."""
+    return replace(
+        rollout,
+        episodes=tuple(_EPISODE.validate_python(episode) for episode in rollout.episodes),
+        hints=tuple(TurnHint(**hint) for hint in rollout.hints),
+    )
 
 
 def _doc_batch(episodes: Sequence[Episode]) -> TrainBatch:

@@ -380,17 +380,20 @@ class LlamaEngine:
             if idle is None:
                 break
             self._unload(idle)
-        self._growing = full() and self._pool.positions < self._most_positions
+        # Once the pool was too small, it grows as soon as nothing runs.
+        more = self._pool.positions < self._most_positions
+        self._growing = more and (self._growing or full())
         if self._growing and not self._running:
             self._grow()
         return not full()
 
     def _grow(self) -> None:
-        """Make a pool that has room for all waiting requests, as far as there may be one."""
+        """Make a pool of at least twice the size that has room for all waiting requests, as far as
+        there may be one."""
         rows = [self._rows[key] for key in self._waiting if key in self._rows]
         prefixes = {row.state.prefix: self._prefix_tokens(row) for row in rows}
         wanted = sum(row.budget for row in rows) + sum(prefixes.values())
-        positions = self._pool.positions
+        positions = 2 * self._pool.positions
         while positions < wanted:
             positions *= 2
         self._open(min(positions, self._most_positions))

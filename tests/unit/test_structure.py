@@ -50,7 +50,9 @@ def test_a_folder_has_at_most_twenty_entries() -> None:
         entries = [
             path
             for path in folder.iterdir()
-            if path.name not in {"__pycache__", "__init__.py"} and not path.is_symlink()
+            if path.name not in {"__pycache__", "__init__.py"}
+            and not path.is_symlink()
+            and (path.is_file() or any(p.suffix != ".pyc" and p.is_file() for p in path.rglob("*")))
         ]
         if len(entries) > 20:
             crowded[str(folder.relative_to(ROOT))] = len(entries)

@@ -142,4 +142,5 @@ def test_a_study_has_a_page_and_at_most_one_file_of_results() -> None:
     data_files = [
         p for p in archive.HOME.rglob("*") if p.suffix in {".gz", ".zip", ".jsonl", ".json"}
     ]
-    assert {p.name for p in data_files} == {"results.zip"}
+    # What a study asks stands beside its results.
+    assert {p.name for p in data_files} == {"results.zip", "questions.json"}

@@ -159,7 +159,8 @@ def test_a_trainer_elsewhere_keeps_its_last_state_in_the_store() -> None:
 
 def test_the_number_of_descriptors_is_raised_or_refused() -> None:
     code = (
-        "import resource, sys; from cartridge_forge.services.proc_info import require_descriptors; "
+        "import resource, sys; "
+        "from cartridge_forge.forge_run.preflight import require_descriptors; "
         "resource.setrlimit(resource.RLIMIT_NOFILE, (48, int(sys.argv[1]))); "
         "require_descriptors(); print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )

@@ -28,6 +28,7 @@ from cartridge_forge.plugins.episodes.environments.training_signals import (
     branch_samples,
     turn_samples,
 )
+from cartridge_forge.plugins.episodes.recipe import with_episodes
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
 from cartridge_forge.plugins.episodes.task_sources.opening import open_handbooks
 from cartridge_forge.plugins.episodes.verified_turns import VerifiedTurns
@@ -95,7 +96,8 @@ def test_the_teachers_tokens_are_named_in_samples_and_files(rule: str) -> None:
     facts = desk.turns.counts.facts
     assert facts["taught"] == sum(len(t.taught) for e in episodes for t in e.turns) > 0
     rollout = Rollout(0, (), (), turn_samples(episodes), episodes, verified=facts)
-    saved = rollout_from(json.loads(json.dumps(asdict(rollout))))  # as a checkpoint does
+    read = rollout_from(json.loads(json.dumps(asdict(rollout))))  # as a checkpoint does
+    saved = with_episodes(read)
     assert (saved.samples, list(saved.episodes), saved.verified) == (
         rollout.samples, episodes, facts,
     )  # fmt: skip
