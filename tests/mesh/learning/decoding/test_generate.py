@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cartridge_forge.learning import decode as decode_batch
+from cartridge_forge.learning import draws
 from cartridge_forge.learning.cartridge import CartridgeVersions
 from cartridge_forge.learning.decode import DecodeBatch, generate
 from cartridge_forge.learning.draws import draw
@@ -272,7 +273,7 @@ def test_a_prompt_behind_nothing_is_scored_a_part_at_a_time(
     twin: Twin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With no prefix at all, and with logits of two positions at a time: nine tokens."""
-    monkeypatch.setattr(decode_batch, "PROMPT_LOGITS", 2 * twin.model.vocabulary)
+    monkeypatch.setattr(draws, "PROMPT_LOGITS", 2 * twin.model.vocabulary)
     nothing = PrefixRef("document/", 0)
     asked = replace(request("p", nothing, 9, 3), prompt_logprobs=True, top_logprobs=2)
     layers, heads, size = twin.model.kv_shape
