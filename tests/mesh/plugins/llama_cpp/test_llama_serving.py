@@ -56,17 +56,21 @@ def test_a_kept_gguf_file_answers_without_whole_weights(
     assert answers["torch"]["tokens"] == 12
     weights.unlink()
 
-    serving = [*sets, "name=tiny", "generator.backend=llama.cpp", "roles.generator.replicas=1"]
-    with (
-        serve_command(tmp_path, *serving, "spares=0") as (_, url, _),
-        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        reply = client.chat.completions.create(
-            model="tiny+ward", messages=[{"role": "user", "content": QUESTION}], max_tokens=12,
-            temperature=0,
-        )  # fmt: skip
-    assert (reply.choices[0].message.content or "").strip() == answers["torch"]["answer"].strip()
-    told = (reply.model_extra or {})["forge"]
-    assert (told["cartridge"]["name"], told["cartridge"]["version"]) == ("ward", 1)
-    assert told["cartridge_tokens"] == len(ids)
-    assert not weights.exists()
+    served = {}
+    for backend in ("llama.cpp", "torch"):
+        one_generator = ["name=tiny", "roles.generator.replicas=1", "spares=0"]
+        serving = [*sets, *one_generator, f"generator.backend={backend}"]
+        with (
+            serve_command(tmp_path, *serving) as (_, url, _),
+            OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            reply = client.chat.completions.create(
+                model="tiny+ward", messages=[{"role": "user", "content": QUESTION}], max_tokens=12,
+                temperature=0,
+            )  # fmt: skip
+        facts = (reply.model_extra or {})["forge"]
+        assert (facts["cartridge"]["name"], facts["cartridge"]["version"]) == ("ward", 1)
+        assert facts["cartridge_tokens"] == len(ids)
+        served[backend] = reply.choices[0].message.content
+        assert weights.exists() == (backend == "torch")
+    assert served["llama.cpp"] == served["torch"]
