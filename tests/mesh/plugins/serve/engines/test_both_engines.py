@@ -266,7 +266,7 @@ def test_both_engines_verify_the_same_answers(
         )  # fmt: skip
         assert a["probability"] == pytest.approx(b["probability"], abs=1e-3)
         assert a["document_probability"] == pytest.approx(b["document_probability"], abs=1e-3)
-    with pytest.raises(Exception, match="is vllm; ask for auto"):
+    with pytest.raises(Exception, match="is another; ask for auto"):
         both["vllm"].chat.completions.create(
             model=f"{MODEL}+charted", messages=CHAT, max_tokens=4,
             extra_body={"forge": {"verify": True}},
