@@ -114,9 +114,10 @@ def equal(study: str, record: str) -> tuple[list[str], list[list[str]]]:
 
 
 def secondary(study: str, record: str) -> tuple[list[str], list[list[str]]]:
-    """Return the differences that are told without a test, in all three outcomes."""
+    """Return the differences that are told without a test, and those of A and C, in all three
+    outcomes."""
     rows = document(study, f"{record}.json")["rows"]
-    pairs = [*((a, b, n) for _, a, b, n in PRIMARY), (*EQUAL[1:], None), *SECONDARY]
+    pairs = [*((a, b, n) for _, a, b, n in PRIMARY), *SECONDARY]
     body = []
     for arm, other, most in pairs:
         cells = []
