@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from cartridge_forge.plugins.statistics.intervals import holm, mean_interval, mean_p
+from cartridge_forge.plugins.statistics.intervals import (
+    AT_LEAST_ZERO,
+    SHARE,
+    holm,
+    mean_interval,
+    mean_p,
+)
 from studies.archive import document
 from studies.tables.cells import Units, p_value, paired, points, spread
 
@@ -59,7 +65,9 @@ def arm_means(study: str, record: str) -> tuple[list[str], list[list[str]]]:
         by_arm.setdefault(row["arm"], []).append(row)
     body = []
     for arm, rows in by_arm.items():
-        outcomes = [" (".join(spread((r[k] for r in rows), ".3f")) + ")" for k in OUTCOMES]
+        outcomes = [
+            " (".join(spread((r[k] for r in rows), ".3f", bounds=BOUNDS[k])) + ")" for k in OUTCOMES
+        ]
         tokens = accepted = seconds = "-"
         if "tokens" in rows[0]:
             tokens = f"{fmean(r['tokens'] for r in rows):,.0f}"
@@ -74,6 +82,7 @@ def arm_means(study: str, record: str) -> tuple[list[str], list[list[str]]]:
     return [*heads, "trained tokens", "processor ms of sampling a trained token"], body
 
 
+BOUNDS = {"sampled": SHARE, "greedy": SHARE, "nats": AT_LEAST_ZERO}
 OUTCOMES = {
     "sampled": "sampled recitation",
     "greedy": "greedy recitation",
