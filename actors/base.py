@@ -142,7 +142,8 @@ def bootstrap(
     Without it every process that imports torch takes all cores, and spinning OpenMP workers of
     several processes make each other ten times slower; they wait passively instead. With `gpus` the
     process sees only those devices of the host; `world` processes that are one replica share them
-    evenly, in order, and each gets its `RankPlace`. `host` is the name of a remote host.
+    evenly, in order, and each gets its `RankPlace`. `host` is the name of a remote host, where a
+    process that gets no heartbeat actor ends itself.
     """
     # A new name at each start: ranks cannot meet twice at one file. A file, because torch's TCP
     # store would listen on every interface; gloo's connections stay on this host's own.
@@ -162,6 +163,9 @@ def bootstrap(
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
         os.environ.update(QUIET)
         if host:
+            from cartridge_forge.actors.heartbeat import require_heartbeat  # imports Monarch
+
+            require_heartbeat()
             os.environ[HOST] = host
         os.environ["OMP_NUM_THREADS"] = str(threads)
         if "torch" in sys.modules:  # a forked process: OpenMP has read its variable
