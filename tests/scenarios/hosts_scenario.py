@@ -188,6 +188,7 @@ async def scenario(hosts: Hosts) -> dict[str, Any]:
     report["both_back"] = await see.heal("host0", "host1")
 
     hosts.cut(1)
+    await see.until(lambda: pool.restarts == 10)  # also where no request waited there
     await traffic.end()
     report["traffic"] = {
         "asked": traffic.asked,
