@@ -195,7 +195,6 @@ CORE = Plugin(
         "store": "cartridge_forge.actors.heartbeat:StoreActor",
     },
     channels={"doc_kl": "cartridge_forge.learning.losses.doc_kl:DocKL"},
-    planes={"torchstore": "cartridge_forge.services.planes.torchstore:open_plane"},
 )
 SHIPPED = (
     Plugin(
@@ -271,7 +270,13 @@ SHIPPED = (
             "document_logprobs": f"{PLUGINS}.objectives.policy_scores:document_logprobs",
         },
     ),
-    Plugin("host", planes={"shared_memory": f"{PLUGINS}.host.plane:open_plane"}),
+    Plugin(
+        "host",
+        planes={
+            "torchstore": f"{PLUGINS}.host.torchstore:open_plane",
+            "shared_memory": f"{PLUGINS}.host.plane:open_plane",
+        },
+    ),
     Plugin(
         "decoding",
         hooks={
