@@ -35,6 +35,7 @@ from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.documents.retrieval import Bm25Router, Choice
 from cartridge_forge.plugins.documents.study.support import SupportingPassage, supporting_passages
 from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
+from cartridge_forge.plugins.library.formats.cartridge_file import date_of
 from cartridge_forge.plugins.library.names import AUTO, parse_cartridge
 from cartridge_forge.plugins.library.store import CartridgeVersion
 from cartridge_forge.plugins.serve.engine.run_documents import document_of_source
@@ -44,7 +45,6 @@ from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest, S
 from cartridge_forge.plugins.wire.foreign import read_json
 from cartridge_forge.protocols.errors import DataError, RunError, SpecError
 from cartridge_forge.protocols.files import named_model
-from cartridge_forge.protocols.records.run_files import date_of
 from cartridge_forge.protocols.secrets import secret_text
 from cartridge_forge.protocols.spec.model import ModelSpec
 from cartridge_forge.protocols.spec.sections import GeneratorSpec

@@ -35,16 +35,12 @@ from cartridge_forge.plugins.rsa.problems import ProblemSource, open_source
 from cartridge_forge.plugins.rsa.rollouts import CandidateRecord, PlayedRun, RSAStart, play
 from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.plugins.statistics.intervals import SHARE, mean_interval
+from cartridge_forge.plugins.statistics.results import AggregationGain, PopulationMeans
 from cartridge_forge.plugins.strategies.rsa.populations import RSAProblem, reward
 from cartridge_forge.protocols.errors import DataError, RunError
 from cartridge_forge.protocols.layout import layout_of
 from cartridge_forge.protocols.records.answers import Answer, KeepAnswers
-from cartridge_forge.protocols.records.run_files import (
-    AggregationGain,
-    ArmResult,
-    MeasuredAccuracy,
-    PopulationMeans,
-)
+from cartridge_forge.protocols.records.run_files import ArmResult, MeasuredAccuracy
 from cartridge_forge.protocols.step import (
     BARE,
     NO_DOCUMENT,

@@ -32,8 +32,8 @@ from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
 from cartridge_forge.plugins.episodes.spec.rewards import RewardSpec
 from cartridge_forge.plugins.episodes.task_sources.rewards import EpisodeRewards
 from cartridge_forge.plugins.statistics.intervals import mean_interval, wilson_interval
+from cartridge_forge.plugins.statistics.results import EpisodeMeans, RuleObedience
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.records.run_files import EpisodeMeans, RuleObedience
 from cartridge_forge.services.pool.pool import Pool
 from cartridge_forge.training.records import interleave
 

@@ -24,8 +24,8 @@ from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
 from cartridge_forge.plugins.episodes.spec.rewards import RewardSpec
 from cartridge_forge.plugins.replay.client import TeacherReplayClient
 from cartridge_forge.plugins.statistics.intervals import mean_interval
+from cartridge_forge.plugins.statistics.results import EpisodeMeans
 from cartridge_forge.protocols.errors import RunError
-from cartridge_forge.protocols.records.run_files import EpisodeMeans
 from cartridge_forge.services.pool.pool import Pool
 
 NOT_ASKED = RewardOutcome(None, "its replica gave nothing", failed=True)

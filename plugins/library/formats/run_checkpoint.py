@@ -19,10 +19,14 @@ from cartridge_forge.learning.checkpoint import (
     read_checkpoint,
 )
 from cartridge_forge.plugins.library.formats.base_model import model_name, read_base
-from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile, Provenance
+from cartridge_forge.plugins.library.formats.cartridge_file import (
+    CartridgeFile,
+    Provenance,
+    source_of,
+)
 from cartridge_forge.plugins.spec_files.loading import load_resolved
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.records.run_files import read_date, source_of
+from cartridge_forge.protocols.records.run_files import read_date
 
 START = "start.json"  # of a run directory: `plugins.library.starts.trained` writes it
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from second_device import elsewhere
 
 from cartridge_forge.plugins.host.plane import SharedMemoryPlane
+from cartridge_forge.plugins.host.torchstore import StoreWatch, TorchStorePlane
 from cartridge_forge.protocols.errors import PlaneError, SpecError
 from cartridge_forge.protocols.step import TensorLayout, check_key
 from cartridge_forge.services.planes.codec import (
@@ -30,7 +31,6 @@ from cartridge_forge.services.planes.codec import (
     unpack,
 )
 from cartridge_forge.services.planes.open import open_plane
-from cartridge_forge.plugins.host.torchstore import StoreWatch, TorchStorePlane
 from cartridge_forge.services.proc_info import began
 
 DTYPES = (
