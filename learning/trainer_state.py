@@ -43,15 +43,6 @@ class LearningRateSchedule:
         return self.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-@dataclass(frozen=True)
-class HeldProgress:
-    """Hold copies of what one optimizer update changes."""
-
-    numbers: Tensor
-    moments: Mapping[str, Tensor]
-    balance: Mapping[str, Any]
-
-
 def tensor_rms(kv: Tensor) -> Tensor:
     """Return the root mean square of each layer's keys and of its values, [L, 2, 1, 1, 1], of a
     cartridge [L, 2, H_kv, P, D]."""
@@ -133,23 +124,6 @@ class CartridgeProgress:
             [moments["step"]], lr=self.lr, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0,
             amsgrad=False, maximize=False,
         )  # fmt: skip
-
-    def hold(self) -> HeldProgress:
-        """Return copies of what an update changes."""
-        return HeldProgress(
-            self.parameter.detach().clone(),
-            {name: tensor.clone() for name, tensor in self.moments.items()},
-            {} if self.balance is None else self.balance.state(),
-        )
-
-    def take_back(self, copies: HeldProgress) -> None:
-        """Return to what `hold` copied."""
-        with torch.no_grad():
-            self.parameter.copy_(copies.numbers)
-        self.parameter.grad = None
-        self.moments = dict(copies.moments)
-        if self.balance is not None:
-            self.balance.restore(copies.balance)
 
 
 PUBLISHED = "published"  # begins the name of a part with a copy that was published
@@ -386,8 +360,10 @@ class Snapshots:
         self.versions[version] = TrainerSnapshot(
             version,
             dict(since),
-            copies(bank.trainable, previous and previous.kv),
-            None if hinted is None else copies(hinted, previous and previous.hinted),
+            copies(bank.trainable, None if previous is None else previous.kv),
+            None
+            if hinted is None
+            else copies(hinted, None if previous is None else previous.hinted),
         )
         for old in sorted(self.versions)[: -self._keep]:
             del self.versions[old]

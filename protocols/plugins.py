@@ -332,6 +332,7 @@ SHIPPED = (
             "observer": f"{PLUGINS}.watch.control.observer:ControlledRun",
             "step_warnings": f"{PLUGINS}.watch.step_warnings:step_warnings",
             "token_scores": f"{PLUGINS}.watch.token_scores:TokenScores",
+            "preparation_progress": f"{PLUGINS}.watch.preparation:PreparationProgress",
         },
     ),
 )

@@ -65,12 +65,6 @@ def composed_ref(parts: Sequence[PrefixRef]) -> PrefixRef:
     return PrefixRef(first.name, first.version, tuple(later))
 
 
-def document_ref(token_ids: Sequence[int]) -> PrefixRef:
-    """Return the prefix of a document by its tokens, for a request that carries them."""
-    digest = hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
-    return PrefixRef(f"document/sha256-{digest[:32]}", 0)
-
-
 @dataclass(frozen=True)
 class Sampling:
     """Set how tokens are drawn. Temperature 0 is greedy; top_p 1 and top_k 0 truncate nothing.
@@ -134,7 +128,7 @@ class GenerateRequest:
     the confidence of `until` reads these. With `logits` the generator puts the logits that the
     tokens were drawn from into the tensor plane, under a key of that stem (`Completion.logits`).
     `document_ids` are the tokens of the document that `prefix` names, where the generator was not
-    started with it (`document_ref`). `draft` proposes the tokens. `rules` change the logits that
+    started with it. `draft` proposes the tokens. `rules` change the logits that
     tokens are drawn from. The first of `stop_ids` ends the response, as an end token does.
     """
 

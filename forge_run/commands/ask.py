@@ -48,7 +48,7 @@ from cartridge_forge.protocols.files import named_model
 from cartridge_forge.protocols.secrets import secret_text
 from cartridge_forge.protocols.spec.model import ModelSpec
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
-from cartridge_forge.protocols.step import Sampling, document_ref
+from cartridge_forge.protocols.step import Sampling
 
 if TYPE_CHECKING:  # its import takes a second
     from cartridge_forge.plugins.chat.renderer import ChatRenderer
@@ -431,7 +431,11 @@ def _sampled(
 ) -> tuple[SampleResult, dict[str, Any] | None]:
     """Return the answer of a cartridge's sampler, and how its document verified it."""
     from cartridge_forge.plugins.serve.engine.in_process import DOCUMENT
-    from cartridge_forge.plugins.serve.engine.verification import ServedDocument, verified_answer
+    from cartridge_forge.plugins.serve.engine.verification import (
+        ServedDocument,
+        document_ref,
+        verified_answer,
+    )
 
     if verify is None:
         (result,) = asyncio.run(sampler([request]))

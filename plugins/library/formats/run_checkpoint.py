@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from cartridge_forge.learning.checkpoint import (
-    is_checkpoint,
+    CARTRIDGE,
+    MANIFEST,
+    STACKED,
+    SUFFIX,
     last_of_arms,
     list_checkpoints,
     read_checkpoint,
@@ -34,6 +37,13 @@ START = "start.json"  # of a run directory: `plugins.library.starts.trained` wri
 def is_run(path: Path) -> bool:
     """Return whether a path is a run's directory, its `checkpoints`, or a checkpoint."""
     return is_checkpoint(path) or bool(_checkpoints(path))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a directory has the files of a checkpoint, whole or not."""
+    return (path / MANIFEST).is_file() and (
+        (path / STACKED).is_file() or any(path.glob(f"{CARTRIDGE}-*{SUFFIX}"))
+    )
 
 
 def chosen_checkpoint(path: Path, arm: str | None = None) -> Path:

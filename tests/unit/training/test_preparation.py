@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cartridge_forge.plugins.watch.preparation import PreparationProgress
 from cartridge_forge.protocols.step import (
     NOT_BEGUN,
     Preparation,
@@ -10,7 +11,7 @@ from cartridge_forge.protocols.step import (
     set_preparation,
     work_done,
 )
-from cartridge_forge.training.controller import STARTING, PreparationProgress
+from cartridge_forge.training.controller import STARTING
 
 
 def test_the_share_of_a_cartridge_counts_while_one_is_in_progress() -> None:

@@ -12,6 +12,7 @@ from cartridge_forge.plugins.serve.engine.verification import (
     ServedDocument,
     VerifyPlan,
     checked,
+    document_ref,
     header_of,
     scoring_request,
 )
@@ -22,7 +23,6 @@ from cartridge_forge.protocols.step import (
     GenerateRequest,
     PrefixRef,
     Sampling,
-    document_ref,
 )
 
 WORDS = {1: "the", 2: " ward", 3: " is", 4: " urology", 5: ""}
