@@ -32,9 +32,9 @@ from cartridge_forge.learning.model.loading import (
     tokenizer_of,
 )
 from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.plugins.decoding.engine import TorchEngine
+from cartridge_forge.plugins.decoding.engine_thread import Engine, EngineThread, Told
 from cartridge_forge.plugins.decoding.grammar import Grammars
-from cartridge_forge.plugins.serve.engine.engine import TorchEngine
-from cartridge_forge.plugins.serve.engine.engine_thread import Engine, EngineThread, Told
 from cartridge_forge.protocols.errors import PublishError, RunError
 from cartridge_forge.protocols.ports import EngineReport, TensorPlane, TokenChunk, TokenPort
 from cartridge_forge.protocols.spec.sections import GeneratorSpec

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from cartridge_forge.forge_run.commands import note
 from cartridge_forge.forge_run.model_check import check
 from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.wire.foreign import read_json
 from cartridge_forge.plugins.documents.retrieval import Bm25Router, Choice
 from cartridge_forge.plugins.documents.study.support import SupportingPassage, supporting_passages
 from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
@@ -42,7 +43,6 @@ from cartridge_forge.plugins.serve.engine.run_documents import document_of_sourc
 from cartridge_forge.plugins.serve.spec import VerifySpec, load_serve
 from cartridge_forge.plugins.spec_files.loading import load_resolved
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest, SampleResult
-from cartridge_forge.plugins.wire.foreign import read_json
 from cartridge_forge.protocols.errors import DataError, RunError, SpecError
 from cartridge_forge.protocols.files import named_model
 from cartridge_forge.protocols.secrets import secret_text

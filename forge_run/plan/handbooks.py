@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from cartridge_forge.forge_run.plan.inputs import tokenizer_at
+from cartridge_forge.plugins.environments.rewards.workers import RewardWorker
 from cartridge_forge.plugins.episodes.handbooks.file import TaskSpec
 from cartridge_forge.plugins.episodes.handbooks.reading import Handbook, read_handbooks
-from cartridge_forge.plugins.episodes.rewards.workers import RewardWorker
 from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.plugins.statistics.formatting import TableSection, facts
 from cartridge_forge.protocols.errors import DataError

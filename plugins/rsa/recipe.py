@@ -21,14 +21,14 @@ from cartridge_forge.plugins.chat.episodes import Episode, Observation, Task, Tu
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.chat.rollouts import hash_of, refill_counts
+from cartridge_forge.plugins.environments.episode_files import all_failed, to_row
+from cartridge_forge.plugins.environments.training_signals import rl_samples, turn_samples
 from cartridge_forge.plugins.episodes.ahead import (
     GroupsAhead,
     JoinedGenerate,
     joined_generate,
     oldest_version,
 )
-from cartridge_forge.plugins.episodes.environments.episode_files import all_failed, to_row
-from cartridge_forge.plugins.episodes.environments.training_signals import rl_samples, turn_samples
 from cartridge_forge.plugins.episodes.losses.advantages import varying
 from cartridge_forge.plugins.rsa.client import RSAAggregatorClient
 from cartridge_forge.plugins.rsa.problems import ProblemSource, open_source

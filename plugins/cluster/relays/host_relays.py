@@ -46,7 +46,7 @@ class RelayActor(Actor):
     @endpoint
     async def start(self) -> RelayPlace:
         """Return where it listens. Raises PlaneError where it cannot."""
-        from cartridge_forge.plugins.cluster.tls.identity import (
+        from cartridge_forge.plugins.host.tls.identity import (
             environment_identity,  # a tenth of a second
         )
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from cartridge_forge.plugins.chat.episodes import Task
-from cartridge_forge.plugins.episodes.environments.action_parsing import ActionFormat
+from cartridge_forge.plugins.environments.action_parsing import ActionFormat
 
 
 class TaskSource(Protocol):

@@ -43,16 +43,16 @@ class StreamingClient(RoleClient):
     async def stream(
         self,
         requests: Sequence[GenerateRequest],
-        told: OnTokens | None,
+        on_tokens: OnTokens | None,
         timeout_s: float,
     ) -> list[Completion]:
-        """Return completions in the order of the requests. `told` receives their tokens while one
-        replica samples them; when that replica dies, another one passes the same tokens again.
+        """Return completions in the order of the requests. `on_tokens` receives their tokens while
+        one replica samples them; when that replica dies, another one passes the same tokens again.
         Calls at the same time share a port: their requests' ids must differ.
 
         Cancelling this call ends the decoding.
         """
-        port = None if told is None else self._listen({r.id: told for r in requests})
+        port = None if on_tokens is None else self._listen({r.id: on_tokens for r in requests})
         try:
             generated: GenerateOutput = await self.pool.route(
                 "generate", requests, port, timeout_s=timeout_s

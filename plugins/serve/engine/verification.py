@@ -18,22 +18,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cartridge_forge.plugins.decoding.stopping import TokenText
-from cartridge_forge.plugins.library.store import CartridgeVersion
-from cartridge_forge.plugins.serve.backend import ServerConfig
-from cartridge_forge.plugins.serve.engine.run_documents import document_of_source
-from cartridge_forge.plugins.serve.errors import bad_request
-from cartridge_forge.plugins.serve.request import ServingRequest, chat_date
-from cartridge_forge.plugins.serve.tokenization import Tokenization
-from cartridge_forge.plugins.serve.verification_cost import DraftGain, ServedLoad
-from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest, SampleResult
-from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler
-from cartridge_forge.plugins.wire.openai_chat import (
+from cartridge_forge.plugins.chat.wire.errors import bad_request
+from cartridge_forge.plugins.chat.wire.openai_chat import (
     ChangedToken,
     CheckedChoice,
     DraftInfo,
     VerifyInfo,
 )
+from cartridge_forge.plugins.decoding.stopping import TokenText
+from cartridge_forge.plugins.decoding.verified.cost import DraftGain, ServedLoad
+from cartridge_forge.plugins.library.store import CartridgeVersion
+from cartridge_forge.plugins.serve.backend import ServerConfig
+from cartridge_forge.plugins.serve.engine.run_documents import document_of_source
+from cartridge_forge.plugins.serve.request import ServingRequest, chat_date
+from cartridge_forge.plugins.serve.tokenization import Tokenization
+from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest, SampleResult
+from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import (
     Completion,

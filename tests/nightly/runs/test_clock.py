@@ -105,7 +105,7 @@ SECOND = """
     import sys
     from pathlib import Path
     from cartridge_forge.protocols.errors import RunError
-    from cartridge_forge.plugins.library.run_lease import hold_lease
+    from cartridge_forge.plugins.host.run_lease import hold_lease
 
     try:
         with hold_lease(Path(sys.argv[1]), lambda line: None):

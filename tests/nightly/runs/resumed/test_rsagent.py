@@ -13,7 +13,7 @@ from rooms.training.rsa_runs import CANDIDATES, command, directory
 from small_run import run_to_end, running
 
 from cartridge_forge.learning.checkpoint import read_checkpoint
-from cartridge_forge.plugins.episodes.environments.episode_files import from_row
+from cartridge_forge.plugins.environments.episode_files import from_row
 from cartridge_forge.protocols.files import read_rows
 
 OF_RSA = [role.name for role in ROLES if role.of_rsa]

@@ -17,14 +17,14 @@ from cartridge_forge.plugins.chat.episodes import Episode, Task
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.clinic.desk import draw_desk
 from cartridge_forge.plugins.documents.study.verified import opened
-from cartridge_forge.plugins.episodes.environments.episode_files import from_row, to_row
-from cartridge_forge.plugins.episodes.environments.rollout import (
+from cartridge_forge.plugins.environments.episode_files import from_row, to_row
+from cartridge_forge.plugins.environments.rollout import (
     over_cartridge,
     over_document,
     run_episodes,
 )
-from cartridge_forge.plugins.episodes.environments.script import play_script
-from cartridge_forge.plugins.episodes.environments.training_signals import (
+from cartridge_forge.plugins.environments.script import play_script
+from cartridge_forge.plugins.environments.training_signals import (
     branch_samples,
     turn_samples,
 )

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cartridge_forge.plugins.library import stored_files
-from cartridge_forge.plugins.library.object_store import MissingError, ObjectStore, StoreError
-from cartridge_forge.plugins.library.stored_files import (
+from cartridge_forge.plugins.host.object_store import MissingError, ObjectStore, StoreError
+from cartridge_forge.plugins.host.stored_files import (
     CONTROLLER,
     NOTHING,
     TRAINER,
@@ -20,6 +19,7 @@ from cartridge_forge.plugins.library.stored_files import (
     pull,
     read_state,
 )
+from cartridge_forge.plugins.library import stored_files
 from cartridge_forge.protocols.errors import CheckpointError
 from cartridge_forge.protocols.spec.services import StoredPlace
 

@@ -11,10 +11,10 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from rooms.serving.schema_setup import ROUTES
 
+from cartridge_forge.plugins.chat.wire.anthropic_messages import MessagesRequest
+from cartridge_forge.plugins.chat.wire.openai_chat import ChatRequest, CompletionRequest
+from cartridge_forge.plugins.chat.wire.openai_responses import ResponsesRequest
 from cartridge_forge.plugins.serve.app import Server
-from cartridge_forge.plugins.wire.anthropic_messages import MessagesRequest
-from cartridge_forge.plugins.wire.openai_chat import ChatRequest, CompletionRequest
-from cartridge_forge.plugins.wire.openai_responses import ResponsesRequest
 
 
 def test_the_schema_names_every_route(door: Server) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from cartridge_forge.plugins.chat.wire.openai_chat import DraftInfo, VerifyInfo
 from cartridge_forge.plugins.serve.engine.verification import (
     AcceptedShares,
     ServedDocument,
@@ -16,7 +17,6 @@ from cartridge_forge.plugins.serve.engine.verification import (
     header_of,
     scoring_request,
 )
-from cartridge_forge.plugins.wire.openai_chat import DraftInfo, VerifyInfo
 from cartridge_forge.protocols.step import (
     Completion,
     Draft,

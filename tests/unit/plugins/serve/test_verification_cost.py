@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cartridge_forge.plugins.serve.verification_cost import (
+from cartridge_forge.plugins.decoding.verified.cost import (
     H200,
     MachinePeaks,
     ServedLoad,

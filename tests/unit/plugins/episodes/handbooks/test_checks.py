@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cartridge_forge.plugins.episodes.environments.action_parsing import DESK, JSON
+from cartridge_forge.plugins.environments.action_parsing import DESK, JSON
 from cartridge_forge.plugins.episodes.handbooks.checks import GovernedTurn, obeys
 from cartridge_forge.plugins.episodes.handbooks.file import CheckSpec
 

@@ -14,7 +14,7 @@ import pytest
 from cartridge_forge.learning.model.loading import load_tokenizer
 from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Episode, Observation, Turn
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
-from cartridge_forge.plugins.episodes.environments.script import play_script, scripted
+from cartridge_forge.plugins.environments.script import play_script, scripted
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
 from cartridge_forge.plugins.episodes.task_sources.handbook import (
     HandbookTasks,

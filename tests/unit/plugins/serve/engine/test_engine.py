@@ -12,7 +12,7 @@ from rooms.learning.decoding_setup import ASKED, END, alone, decode, engine, req
 
 from cartridge_forge.learning.cartridge import composed, fingerprint
 from cartridge_forge.learning.decode import generate
-from cartridge_forge.plugins.serve.engine.engine import PassError, TorchEngine
+from cartridge_forge.plugins.decoding.engine import PassError, TorchEngine
 from cartridge_forge.protocols.errors import DataError, PublishError
 from cartridge_forge.protocols.ports import TokenChunk
 from cartridge_forge.protocols.step import (

@@ -10,9 +10,9 @@ import pytest
 
 from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Observation, Task
 from cartridge_forge.plugins.chat.messages import AgentMessage
-from cartridge_forge.plugins.episodes.environments.verifiers.stepped import TasksetEnvironment
-from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import PYTHON
-from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.environments.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.environments.verifiers.stepped import TasksetEnvironment
+from cartridge_forge.plugins.environments.verifiers.worker_process import PYTHON
 
 FOLDER = str(Path(__file__).parents[5] / "data" / "tasksets")
 

@@ -14,17 +14,17 @@ import pytest
 
 from cartridge_forge.plugins.chat.episodes import Task
 from cartridge_forge.plugins.chat.messages import TeacherUsage
-from cartridge_forge.plugins.episodes.environments.verifiers.chat_endpoint import (
+from cartridge_forge.plugins.chat.wire.openai_chat import HarnessRequest
+from cartridge_forge.plugins.chat.wire.openai_replies import ChatReply, FunctionCall
+from cartridge_forge.plugins.environments.verifiers.chat_endpoint import (
     BadChatRequest,
     ChatEndpoint,
 )
-from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import (
+from cartridge_forge.plugins.environments.verifiers.worker_process import (
     PYTHON,
     VerifiersOutcome,
     VerifiersWorker,
 )
-from cartridge_forge.plugins.wire.openai_chat import HarnessRequest
-from cartridge_forge.plugins.wire.openai_replies import ChatReply, FunctionCall
 from cartridge_forge.protocols.errors import DataError
 
 TASKSETS = Path(__file__).resolve().parents[5] / "data/tasksets"
