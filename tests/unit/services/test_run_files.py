@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fake_mesh import run
 
+from cartridge_forge.plugins.host import run_store
 from cartridge_forge.plugins.host.object_store import ObjectStore, StoreError
 from cartridge_forge.plugins.host.run_store import (
     RunMirror,
@@ -23,7 +24,6 @@ from cartridge_forge.plugins.host.run_store import (
     take_lease,
 )
 from cartridge_forge.plugins.host.stored_files import TRAINER, StoredFolder
-from cartridge_forge.plugins.library import run_store
 from cartridge_forge.protocols.errors import CheckpointError, RunError
 from cartridge_forge.protocols.files import read_rows
 from cartridge_forge.protocols.ports import TraceSpan

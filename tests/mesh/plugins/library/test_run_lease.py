@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from cartridge_forge.plugins.host import run_lease
 from cartridge_forge.plugins.host.run_lease import FILE, hold_lease
-from cartridge_forge.plugins.library import run_lease
 from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.services.proc_info import began
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rooms.serving.schema_setup import ROUTES
+from rooms.serving.resident_setup import ROUTES
 from serving_setup import MODEL
 
 from cartridge_forge.plugins.chat.wire.errors import ErrorAnswer

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cartridge_forge.plugins.host import stored_files
 from cartridge_forge.plugins.host.object_store import MissingError, ObjectStore, StoreError
 from cartridge_forge.plugins.host.stored_files import (
     CONTROLLER,
@@ -19,7 +20,6 @@ from cartridge_forge.plugins.host.stored_files import (
     pull,
     read_state,
 )
-from cartridge_forge.plugins.library import stored_files
 from cartridge_forge.protocols.errors import CheckpointError
 from cartridge_forge.protocols.spec.services import StoredPlace
 

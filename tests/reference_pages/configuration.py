@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
+from cartridge_forge.plugins.cluster.spec import ClusterHosts
 from cartridge_forge.plugins.spec_files.keys import SpecFile, SpecKey, spec_files, spec_keys
 from reference_pages.markdown import code, page, table
 
@@ -42,3 +45,27 @@ def _row(known: SpecKey) -> tuple[str, str, str, str]:
     plain = default in ("required", "those of its keys")
     about = known.field.description or ""
     return code(known.key), known.type, default if plain else code(default), about
+
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def schema_files() -> dict[str, str]:
+    """Return each schema's file name and text: `{"mesh.schema.json": "{...}"}`."""
+    return {f"{schema_name(file)}.schema.json": _text(file) for file in spec_files()}
+
+
+def schema_name(file: SpecFile) -> str:
+    """Return what a kind of file is called in a schema's name: `mesh`, `config`."""
+    return file.what.split(" ")[-1]
+
+
+def _text(file: SpecFile) -> str:
+    schema: dict[str, Any] = {"$schema": DIALECT, **file.root.model_json_schema()}
+    schema["title"] = f"Cartridge Forge: {file.what}"
+    # `hosts: local` is short for `hosts: {kind: local}`.
+    if (hosts := schema.get("properties", {}).get("hosts")) is not None:
+        kinds = schema["$defs"][ClusterHosts.__name__]["properties"]["kind"]["enum"]
+        section = {"$ref": hosts.pop("$ref")}
+        schema["properties"]["hosts"] = {**hosts, "anyOf": [{"enum": kinds}, section]}
+    return json.dumps(schema, indent=1, sort_keys=True) + "\n"
