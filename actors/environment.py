@@ -11,7 +11,7 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from cartridge_forge.plugins.chat.episodes import EnvironmentReply, EnvironmentRequest
 from cartridge_forge.plugins.environments.opening import SeveralEnvironments
-from cartridge_forge.plugins.environments.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec
 
 
 class EnvironmentActor(Actor):

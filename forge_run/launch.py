@@ -31,7 +31,7 @@ from cartridge_forge.forge_run.preflight import processor_demand, require_descri
 from cartridge_forge.forge_run.resuming import is_finished, sizes_of
 from cartridge_forge.plugins.cluster.hosts.handshake import reached_at
 from cartridge_forge.plugins.host.private_sockets import remove, use_private_sockets
-from cartridge_forge.plugins.host.tls.identity import read_identity
+from cartridge_forge.plugins.host.tls import read_identity
 from cartridge_forge.plugins.watch.console import ConsoleDisplay, print_results
 from cartridge_forge.protocols.errors import ForgeError, RunError, SpecError
 from cartridge_forge.protocols.plugins import module_of

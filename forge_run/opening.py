@@ -80,8 +80,8 @@ def _from_store(
 ) -> tuple[str | None, tuple[StoredRun, StoreLease] | None]:
     """Take the lease of the stored run that `resume` means, and fetch it where the store is ahead;
     return what to resume, and the run with its lease. Neither where the store has no such run."""
-    from cartridge_forge.plugins.host.object_store import ObjectStore
     from cartridge_forge.plugins.host.run_store import fetch, is_ahead, stored_at, stored_runs
+    from cartridge_forge.plugins.host.stored_files import ObjectStore
 
     mesh, url = spec.mesh.name, spec.mesh.records.store
     if resume is None:
@@ -122,8 +122,8 @@ def _mirror(
     tell: Callable[[str], None],
     stack: ExitStack,
 ) -> RunMirror:
-    from cartridge_forge.plugins.host.object_store import ObjectStore
     from cartridge_forge.plugins.host.run_store import RunMirror, StoredRun
+    from cartridge_forge.plugins.host.stored_files import ObjectStore
     from cartridge_forge.services.roles import writers_apart
 
     if stored is None or stored[0].id != directory.id:

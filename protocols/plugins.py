@@ -272,11 +272,11 @@ SHIPPED = (
         },
         hooks={
             "trainer_files": f"{PLUGINS}.host.stored_files:TrainerFiles",
-            "store_variables": f"{PLUGINS}.host.object_store:VARIABLES",
-            "interface": f"{PLUGINS}.host.ranks.interfaces:interface_to",
-            "divide_base": f"{PLUGINS}.host.ranks.divided_base:divide_base",
-            "shard_base": f"{PLUGINS}.host.ranks.divided_base:shard_base",
-            "whole_weight": f"{PLUGINS}.host.ranks.divided_base:whole_weight",
+            "store_variables": f"{PLUGINS}.host.stored_files:VARIABLES",
+            "interface": f"{PLUGINS}.host.ranks:interface_to",
+            "divide_base": f"{PLUGINS}.host.ranks:divide_base",
+            "shard_base": f"{PLUGINS}.host.ranks:shard_base",
+            "whole_weight": f"{PLUGINS}.host.ranks:whole_weight",
         },
     ),
     Plugin(
@@ -328,9 +328,9 @@ SHIPPED = (
         },
         hooks={
             "observer": f"{PLUGINS}.watch.control.observer:ControlledRun",
-            "step_warnings": f"{PLUGINS}.watch.step_warnings:step_warnings",
+            "step_warnings": f"{PLUGINS}.watch.notices:step_warnings",
             "token_scores": f"{PLUGINS}.watch.token_scores:TokenScores",
-            "preparation_progress": f"{PLUGINS}.watch.preparation:PreparationProgress",
+            "preparation_progress": f"{PLUGINS}.watch.notices:PreparationProgress",
         },
     ),
 )

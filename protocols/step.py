@@ -17,8 +17,7 @@ from typing import Any, TypedDict
 from urllib.parse import quote
 
 from cartridge_forge.protocols.errors import DataError, PlaneError
-from cartridge_forge.protocols.grammar import ResponseGrammar
-from cartridge_forge.protocols.logit_rules import LogitRules
+from cartridge_forge.protocols.response_rules import LogitRules, ResponseGrammar
 from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
 
 CARTRIDGE = "cartridge/"  # the names of prefixes that are trained cartridges begin with it

@@ -45,8 +45,7 @@ from cartridge_forge.services.run_directory import (
 
 if TYPE_CHECKING:
     from cartridge_forge.services.mesh import Mesh
-    from cartridge_forge.services.run_log import RunLog
-    from cartridge_forge.services.run_observer import RunObserver
+    from cartridge_forge.services.run_log import RunLog, RunObserver
     from cartridge_forge.training.training_run import TrainingRun
 
 STARTING = "starting the mesh"
@@ -156,7 +155,7 @@ class ControllerActor(Actor):
     async def _start_observer(self, recorder: RunLog, mesh: Mesh) -> None:
         if self._observer is None:
             return
-        from cartridge_forge.services.run_observer import ObservedRun
+        from cartridge_forge.services.run_log import ObservedRun
 
         await self._observer.start(
             ObservedRun(recorder, mesh.pools, self._whole_status, self._show, mesh.service.scale)

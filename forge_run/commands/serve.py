@@ -25,7 +25,7 @@ from cartridge_forge.forge_run.forkserver.client import fork_server
 from cartridge_forge.forge_run.launch import ENGINE, kill_mesh, prepare_process
 from cartridge_forge.forge_run.model_check import check
 from cartridge_forge.forge_run.preflight import EMBEDDED, ON_VLLM, Fault, backend_faults, located
-from cartridge_forge.plugins.chat.wire.listening import listen
+from cartridge_forge.plugins.chat.wire.foreign import listen
 from cartridge_forge.plugins.cluster.manifests.sizing import model_shape
 from cartridge_forge.plugins.serve.spec import (
     RIGHTS,

@@ -27,7 +27,7 @@ from cartridge_forge.plugins.environments.openenv.client import (
 )
 from cartridge_forge.plugins.environments.opening import environment_of
 from cartridge_forge.plugins.environments.sessions import EpisodeEnvironment
-from cartridge_forge.plugins.environments.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec
 from cartridge_forge.plugins.replay.actions import dense
 from cartridge_forge.protocols.errors import DataError, RunError
 

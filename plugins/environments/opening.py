@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Observation
 from cartridge_forge.plugins.environments.sessions import EpisodeEnvironment, failed
-from cartridge_forge.plugins.environments.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec
 
 
 def environment_of(spec: EnvironmentSpec, most_turns: int) -> EpisodeEnvironment:

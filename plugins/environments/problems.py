@@ -28,7 +28,7 @@ from cartridge_forge.plugins.clinic.text import (
     option_prompt,
     parse_answer,
 )
-from cartridge_forge.plugins.environments.spec.problems import OF_DOCUMENTS, ProblemsSpec
+from cartridge_forge.plugins.environments.spec import OF_DOCUMENTS, ProblemsSpec
 from cartridge_forge.plugins.environments.verifiers.chat_endpoint import BadChatRequest
 from cartridge_forge.plugins.environments.verifiers.worker_process import VerifiersWorker
 from cartridge_forge.plugins.host.limited_process import (

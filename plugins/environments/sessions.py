@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Observation
-from cartridge_forge.plugins.environments.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec
 
 MAX_WAITING = 256  # idle sessions; the oldest is closed first, and replayed if needed again
 MAX_SEEN = 1 << 16  # digests of observations, to compare replays with

@@ -27,7 +27,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from cartridge_forge.plugins.host.object_store import MissingError, ObjectStore, StoreError
 from cartridge_forge.plugins.host.run_lease import (
     LeaseRecord,
     is_free,
@@ -41,8 +40,11 @@ from cartridge_forge.plugins.host.stored_files import (
     TEACHERS,
     TRAINER,
     TRIES,
+    MissingError,
+    ObjectStore,
     StoredFolder,
     StoredState,
+    StoreError,
     pull,
     read_state,
 )

@@ -14,8 +14,7 @@ from cartridge_forge.plugins.library.store import CartridgeVersion
 from cartridge_forge.plugins.serve.routing import RoutedChoice
 from cartridge_forge.plugins.serve.structured.tools import ToolOffer
 from cartridge_forge.plugins.serve.tokenization import TokenizedPrompt
-from cartridge_forge.protocols.grammar import ResponseGrammar
-from cartridge_forge.protocols.logit_rules import LogitRules
+from cartridge_forge.protocols.response_rules import LogitRules, ResponseGrammar
 from cartridge_forge.protocols.step import (
     Draft,
     GenerateRequest,

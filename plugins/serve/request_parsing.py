@@ -51,8 +51,7 @@ from cartridge_forge.plugins.serve.structured.grammars import grammar_of
 from cartridge_forge.plugins.serve.structured.tools import ToolOffer, messages_of, offer_of
 from cartridge_forge.plugins.serve.tokenization import TokenizedPrompt
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.grammar import ResponseGrammar
-from cartridge_forge.protocols.logit_rules import LogitRules
+from cartridge_forge.protocols.response_rules import LogitRules, ResponseGrammar
 from cartridge_forge.protocols.step import Sampling
 
 DEFAULT_TOKENS = 16  # of a completion, OpenAI's default

@@ -20,7 +20,7 @@ from format_setup import checkpoint_of
 from recorded_run import EPISODE, SAID, finish, recorded_run
 
 from cartridge_forge.learning.checkpoint import write_checkpoint
-from cartridge_forge.plugins.chat.wire.listening import listen
+from cartridge_forge.plugins.chat.wire.foreign import listen
 from cartridge_forge.plugins.watch.control.endpoints import Endpoints, write_endpoints
 from cartridge_forge.plugins.watch.score_text import encoded, encoded_top
 from cartridge_forge.plugins.watch.ui import asking

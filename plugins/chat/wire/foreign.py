@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urljoin, urlsplit
+
+from cartridge_forge.protocols.errors import SpecError
 
 MOST_BYTES = 32 << 20  # of one reply
 MOST_DEPTH = 100  # of lists and objects inside each other: a reply of any API has less than 20
@@ -92,3 +95,24 @@ def stays(url: str, location: str) -> bool:
 def _origin(url: str) -> tuple[str, str | None, int | None]:
     parts = urlsplit(url)
     return parts.scheme, parts.hostname, parts.port or PORTS.get(parts.scheme)
+
+
+def listen(address: str, key: str) -> socket.socket:
+    """Return a socket bound to host:port. Raises SpecError, which names `key`, where it is
+    taken."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Connections inherit it. Without, a token waits 40 ms for the receipt of what was sent before:
+    # asyncio sets it only where a socket names its protocol.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        listener.bind((host.strip("[]"), int(port)))
+    except OSError as error:
+        listener.close()
+        raise SpecError(
+            f"{key}: cannot listen on {address}: {error.strerror}; choose another port, or "
+            "127.0.0.1:0 for any free one"
+        ) from error
+    return listener

@@ -31,7 +31,7 @@ from cartridge_forge.plugins.chat.wire.parts import (
     RequestPart,
     ResponsePart,
 )
-from cartridge_forge.protocols.logit_rules import LEAST_REPETITION, MOST_REPETITION
+from cartridge_forge.protocols.response_rules import LEAST_REPETITION, MOST_REPETITION
 
 MAX_SEED = 2**63 - 1
 MAX_COMPOSED = 8  # cartridges before one prompt

@@ -153,7 +153,7 @@ def tensor_parallel(learn: RsaLearn, name: str) -> int:
 
 def part_bytes(size: ModelSize, parts: int) -> int:
     """Return the bytes of the weights that one of so many processes holds. The vocabulary is
-    divided where its number is (`plugins.host.ranks.divided_base`)."""
+    divided where its number is (`plugins.host.ranks`)."""
     shape = size.shape
     of_head = parts if shape.vocab % parts == 0 else 1
     numbers = body_parameters(shape) // parts + head_parameters(shape) // of_head

@@ -43,7 +43,7 @@ from cartridge_forge.plugins.environments.sessions import (
     SessionLost,
     SessionsFull,
 )
-from cartridge_forge.plugins.environments.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec
 from cartridge_forge.protocols.errors import DataError
 
 MAX_MESSAGE_BYTES = 1 << 22

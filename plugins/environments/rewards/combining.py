@@ -10,7 +10,7 @@ from typing import Any
 from cartridge_forge.plugins.chat.episodes import Episode, RewardOutcome
 from cartridge_forge.plugins.chat.renderer import messages_so_far
 from cartridge_forge.plugins.environments.single_turn import columns_of
-from cartridge_forge.plugins.environments.spec.rewards import RewardSpec
+from cartridge_forge.plugins.environments.spec import RewardSpec
 
 FAILED, LEFT_OUT = "reward_failed", "reward_left_out"  # kinds of an episode without a reward
 UNDECIDED = "no_verdict"  # the environment gave no reward, which others may

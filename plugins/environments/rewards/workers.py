@@ -15,7 +15,7 @@ from typing import Any
 
 from cartridge_forge.plugins.chat.episodes import RewardOutcome
 from cartridge_forge.plugins.environments.rewards.calling import GRACE_S
-from cartridge_forge.plugins.environments.spec.rewards import RewardSpec
+from cartridge_forge.plugins.environments.spec import RewardSpec
 from cartridge_forge.plugins.host.limited_process import (
     BrokenLimitError,
     LimitedProcess,

@@ -32,7 +32,7 @@ from cartridge_forge.plugins.environments.sessions import (
     ReplayedSessions,
     SessionLost,
 )
-from cartridge_forge.plugins.environments.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec
 from cartridge_forge.plugins.environments.verifiers.worker_process import (
     VerifiersOutcome,
     VerifiersWorker,

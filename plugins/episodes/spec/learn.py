@@ -10,8 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
-from cartridge_forge.plugins.environments.spec.environment import EnvironmentSpec
-from cartridge_forge.plugins.environments.spec.rewards import RewardSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec, RewardSpec
 from cartridge_forge.plugins.episodes.spec.objective import (
     HINT_SOURCE,
     HINT_WRITER,

@@ -11,7 +11,7 @@ from cartridge_forge.plugins.chat.episodes import Task
 from cartridge_forge.plugins.chat.messages import ToolAction
 from cartridge_forge.plugins.clinic.desk import HINTS, draw_desk
 from cartridge_forge.plugins.environments.action_parsing import DESK, JSON
-from cartridge_forge.plugins.environments.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
 from cartridge_forge.plugins.episodes.task_sources.base import PRIMER_TEXT
 from cartridge_forge.protocols.errors import DataError

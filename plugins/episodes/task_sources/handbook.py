@@ -25,7 +25,7 @@ from cartridge_forge.plugins.environments.rewards.combining import FAILED, can_b
 from cartridge_forge.plugins.environments.rewards.workers import RewardWorkers
 from cartridge_forge.plugins.environments.script import SCRIPT
 from cartridge_forge.plugins.environments.single_turn import ROW
-from cartridge_forge.plugins.environments.spec.rewards import RewardSpec
+from cartridge_forge.plugins.environments.spec import RewardSpec
 from cartridge_forge.plugins.episodes.handbooks.checks import DIALECTS, GovernedTurn, obeys
 from cartridge_forge.plugins.episodes.handbooks.file import ALL, CheckSpec, TaskSpec
 from cartridge_forge.plugins.episodes.handbooks.reading import Handbook

@@ -19,7 +19,7 @@ from cartridge_forge.plugins.environments.rewards.combining import (
     view_of,
 )
 from cartridge_forge.plugins.environments.single_turn import columns_of
-from cartridge_forge.plugins.environments.spec.rewards import RewardSpec
+from cartridge_forge.plugins.environments.spec import RewardSpec
 from cartridge_forge.plugins.episodes.clients import RewardClient
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
 from cartridge_forge.plugins.replay.client import TeacherReplayClient

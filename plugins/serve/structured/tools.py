@@ -23,7 +23,11 @@ from cartridge_forge.plugins.serve.structured.call_formats import (
 )
 from cartridge_forge.plugins.serve.structured.grammars import check, schema_grammar
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.grammar import MAX_GRAMMAR_BYTES, MAX_GRAMMAR_DEPTH, ResponseGrammar
+from cartridge_forge.protocols.response_rules import (
+    MAX_GRAMMAR_BYTES,
+    MAX_GRAMMAR_DEPTH,
+    ResponseGrammar,
+)
 
 
 @dataclass(frozen=True)

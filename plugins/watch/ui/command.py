@@ -6,7 +6,7 @@ import logging
 import secrets
 from pathlib import Path
 
-from cartridge_forge.plugins.chat.wire.listening import listen
+from cartridge_forge.plugins.chat.wire.foreign import listen
 from cartridge_forge.plugins.serve.access.connections import (
     MOST_SHAKING,
     LimitedServer,

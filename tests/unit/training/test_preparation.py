@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from rooms.training.rsa_runs import learn
 
-from cartridge_forge.plugins.watch.preparation import PreparationProgress
-from cartridge_forge.plugins.watch.step_warnings import step_warnings
+from cartridge_forge.plugins.watch.notices import PreparationProgress, step_warnings
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.step import (
     NOT_BEGUN,

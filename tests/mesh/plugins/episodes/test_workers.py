@@ -21,8 +21,7 @@ from cartridge_forge.plugins.chat.episodes import (
 from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool
 from cartridge_forge.plugins.environments.python.client import PythonEnvironment
 from cartridge_forge.plugins.environments.rewards.workers import RewardWorker
-from cartridge_forge.plugins.environments.spec.environment import EnvironmentSpec
-from cartridge_forge.plugins.environments.spec.rewards import RewardSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec, RewardSpec
 from cartridge_forge.protocols.errors import DataError
 
 BUDGET = 120.0

@@ -20,7 +20,7 @@ from cartridge_forge.learning.teacher import document_kv
 from cartridge_forge.plugins.decoding.engine import TorchEngine
 from cartridge_forge.plugins.decoding.grammar import Grammars
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.grammar import GrammarKind, ResponseGrammar
+from cartridge_forge.protocols.response_rules import GrammarKind, ResponseGrammar
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef, Sampling
 
 READER = str(Path(__file__).parents[4] / "models/clinic-reader")

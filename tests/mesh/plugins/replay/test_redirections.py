@@ -18,7 +18,7 @@ from cartridge_forge.plugins.environments.openenv.client import (
     OpenEnvClient,
     action_schema,
 )
-from cartridge_forge.plugins.environments.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec
 from cartridge_forge.plugins.replay.clients import connect
 from cartridge_forge.plugins.replay.prompts import TeacherPrompt, TeacherReply
 from cartridge_forge.plugins.replay.spec import PriceSpec, Provider, ReplayTeacherSpec

@@ -15,7 +15,7 @@ from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 from cartridge_forge.learning.draws import draw, leave_likely, penalise
 from cartridge_forge.plugins.decoding.stopping import UNFINISHED, StopChecker, StopMatch, TokenText
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.logit_rules import LogitRules
+from cartridge_forge.protocols.response_rules import LogitRules
 from cartridge_forge.protocols.step import Sampling, StopCondition
 
 LOGITS = (2.0, -1.0, 0.5, 3.0, 0.0)

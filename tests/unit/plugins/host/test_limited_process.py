@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cartridge_forge.plugins.host import limited_process
+from cartridge_forge.plugins.host.directories import owned_directory
 from cartridge_forge.plugins.host.limited_process import LimitedProcess, ProcessLimits
-from cartridge_forge.plugins.host.owned_directory import owned_directory
 from cartridge_forge.protocols.errors import RunError
 
 MODULE = """

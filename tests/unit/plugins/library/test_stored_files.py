@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from cartridge_forge.plugins.host import stored_files
-from cartridge_forge.plugins.host.object_store import MissingError, ObjectStore, StoreError
 from cartridge_forge.plugins.host.stored_files import (
     CONTROLLER,
     NOTHING,
     TRAINER,
     LedgerFile,
+    MissingError,
+    ObjectStore,
     StoredFolder,
+    StoreError,
     TrainerFiles,
     pull,
     read_state,

@@ -17,9 +17,8 @@ from cartridge_forge.plugins.decoding.grammar import Grammars
 from cartridge_forge.plugins.library.base_models.kept import from_gguf
 from cartridge_forge.plugins.llama_cpp.engine import FIRST_POSITIONS, MOST_ROWS, LlamaEngine
 from cartridge_forge.protocols.errors import DataError, PublishError
-from cartridge_forge.protocols.grammar import ResponseGrammar
-from cartridge_forge.protocols.logit_rules import LogitRules
 from cartridge_forge.protocols.ports import TokenChunk
+from cartridge_forge.protocols.response_rules import LogitRules, ResponseGrammar
 from cartridge_forge.protocols.step import (
     Completion,
     Draft,

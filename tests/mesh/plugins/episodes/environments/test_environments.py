@@ -27,8 +27,7 @@ from cartridge_forge.plugins.environments.checking import (
 from cartridge_forge.plugins.environments.checking import PlayedEpisode as Played
 from cartridge_forge.plugins.environments.episode_files import from_row, to_row
 from cartridge_forge.plugins.environments.problems import ProblemSet, open_problems
-from cartridge_forge.plugins.environments.spec.environment import EnvironmentSpec
-from cartridge_forge.plugins.environments.spec.problems import ProblemsSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec, ProblemsSpec
 from cartridge_forge.plugins.environments.verifiers.worker_process import PYTHON
 from cartridge_forge.plugins.strategies.answers.extract import Form, extract, plain_answer
 from cartridge_forge.plugins.strategies.rsa.islands import RSAShape

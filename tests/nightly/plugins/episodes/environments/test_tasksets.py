@@ -8,8 +8,7 @@ import pytest
 
 from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Observation, Task
 from cartridge_forge.plugins.environments.problems import open_problems
-from cartridge_forge.plugins.environments.spec.environment import EnvironmentSpec
-from cartridge_forge.plugins.environments.spec.problems import ProblemsSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec, ProblemsSpec
 from cartridge_forge.plugins.environments.verifiers.stepped import TasksetEnvironment
 from cartridge_forge.plugins.environments.verifiers.worker_process import PYTHON
 from cartridge_forge.plugins.strategies.rsa.populations import JudgedCandidate

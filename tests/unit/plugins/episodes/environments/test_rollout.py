@@ -54,8 +54,7 @@ from cartridge_forge.plugins.environments.episode_files import (
 )
 from cartridge_forge.plugins.environments.problems import clinic_problem
 from cartridge_forge.plugins.environments.rollout import over_cartridge, run_episodes
-from cartridge_forge.plugins.environments.spec.environment import EnvironmentSpec
-from cartridge_forge.plugins.environments.spec.problems import ProblemsSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec, ProblemsSpec
 from cartridge_forge.plugins.strategies.rsa.populations import JudgedCandidate
 from cartridge_forge.protocols.errors import DataError, PublishError
 from cartridge_forge.protocols.ports import refused

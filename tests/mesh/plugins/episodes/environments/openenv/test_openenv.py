@@ -35,7 +35,7 @@ from cartridge_forge.plugins.environments.openenv.desk_env import (
     DeskState,
 )
 from cartridge_forge.plugins.environments.openenv.server import LocalEnvironment
-from cartridge_forge.plugins.environments.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec
 from cartridge_forge.plugins.replay.fake_provider.server import LoopbackServer
 from cartridge_forge.protocols.errors import DataError, RunError
 

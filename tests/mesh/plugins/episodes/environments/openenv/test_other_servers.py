@@ -22,7 +22,7 @@ from cartridge_forge.plugins.environments.openenv.client import (
     action_schema,
     check_action,
 )
-from cartridge_forge.plugins.environments.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec
 from cartridge_forge.plugins.replay.fake_provider.server import LoopbackServer
 from cartridge_forge.protocols.errors import DataError
 from examples.calculator.server import calculator_app

@@ -17,7 +17,7 @@ from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Observatio
 from cartridge_forge.plugins.chat.messages import AgentMessage, TeacherUsage
 from cartridge_forge.plugins.chat.wire.openai_chat import HarnessRequest
 from cartridge_forge.plugins.chat.wire.openai_replies import ChatReply, FunctionCall
-from cartridge_forge.plugins.environments.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec
 from cartridge_forge.plugins.environments.verifiers.chat_endpoint import (
     BadChatRequest,
     ChatEndpoint,

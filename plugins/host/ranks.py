@@ -1,34 +1,12 @@
-"""Divide the frozen base over ranks: each layer by heads and rows, or every weight in shares.
-
-`divide_base` divides each layer: attention by heads, the MLP and the vocabulary by rows.
-
-    x (whole on every rank)
-      -> enter          backward: the ranks' gradients of x are added
-      -> qkv, gate_up   own heads, own inner values
-      -> attention      own heads over own heads of the prefix
-      -> out, down      own columns
-      -> total          forward: the ranks' parts are added
-
-All ranks that divide one base get the same tokens and hold the same hidden states and the same
-whole logits. A cartridge is whole on each; its gradient on a rank is that of the rank's own heads,
-and zero elsewhere, so that the sum over ranks is the whole gradient. A document's keys and values
-may be held by own heads alone (`learning.teacher.own_document_kv`).
-
-The loss is not parallel over the vocabulary. Logits exist for a chunk of tokens at a time
-(`train.logit_chunk_mb`), so whole rows of them are bounded, and every channel reads them as it does
-on one rank.
-
-`shard_base` shards every weight over the ranks (FSDP2): each holds 1/N and gathers a layer to run
-it. Every forward and backward is then collective: all ranks must run equally many, even a rank that
-has nothing to compute. There is no gradient to reduce, because the base is not trained. The
-vocabulary projection, which is often the embedding too, is gathered once for each forward and kept
-until its backward ends.
-"""
+"""Divide a base model over ranks, and find the network interface by which they meet."""
 
 from __future__ import annotations
 
+import fcntl
+import socket
+import struct
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -251,3 +229,26 @@ def shard_base(model: LanguageModel, ranks: ProcessGroup) -> None:
     else:
         fully_shard(head, mesh=mesh)
     model.sharded = True
+
+
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+def interface_to(host: str) -> str:
+    """Return the network interface by which this host reaches `host`, which may be itself: ranks
+    connect there, and not where a host name happens to lead. Raises DataError without a route."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:  # sends nothing
+            one.connect((host, 9))
+            address = one.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                request = struct.pack("256s", name.encode()[:15])
+                with suppress(OSError):  # an interface without an IPv4 address
+                    reply = fcntl.ioctl(one.fileno(), SIOCGIFADDR, request)
+                    if socket.inet_ntoa(reply[20:24]) == address:
+                        return name
+    except OSError as error:
+        raise DataError(f"this host does not reach {host}, where the ranks meet: {error}") from None
+    raise DataError(
+        f"no interface of this host has the address {address}, by which it reaches {host}"
+    )
