@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,9 +32,9 @@ from cartridge_forge.learning.model.loading import (
     tokenizer_of,
 )
 from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.plugins.decoding.engine import TorchEngine
+from cartridge_forge.plugins.decoding.engine_thread import Engine, EngineThread, Told
 from cartridge_forge.plugins.decoding.grammar import Grammars
-from cartridge_forge.plugins.serve.engine.engine import TorchEngine
-from cartridge_forge.plugins.serve.engine.engine_thread import Engine, EngineThread, Told
 from cartridge_forge.protocols.errors import PublishError, RunError
 from cartridge_forge.protocols.ports import EngineReport, TensorPlane, TokenChunk, TokenPort
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
@@ -189,8 +190,14 @@ class StreamBuffer:
         with self._lock:
             for chunk in chunks:
                 previous = self._gathered.get(chunk.request_id)
-                merged = chunk if previous is None else previous.followed_by(chunk)
-                self._gathered[chunk.request_id] = merged
+                if previous is not None:
+                    chunk = replace(
+                        previous,
+                        token_ids=previous.token_ids + chunk.token_ids,
+                        logprobs=previous.logprobs + chunk.logprobs,
+                        top_logprobs=previous.top_logprobs + chunk.top_logprobs,
+                    )
+                self._gathered[chunk.request_id] = chunk
             late = self._loop.time() >= self._sent + TELL_SECONDS
             if self._due or not (late or any(not chunk.first for chunk in chunks)):
                 return

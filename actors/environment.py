@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from monarch.actor import Actor, concurrent_endpoint
 
 from cartridge_forge.plugins.chat.episodes import EnvironmentReply, EnvironmentRequest
-from cartridge_forge.plugins.episodes.environments.opening import SeveralEnvironments
-from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.environments.opening import SeveralEnvironments
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec
 
 
 class EnvironmentActor(Actor):

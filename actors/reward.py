@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from monarch.actor import Actor, concurrent_endpoint
 
 from cartridge_forge.plugins.chat.episodes import RewardReply
-from cartridge_forge.plugins.episodes.rewards.workers import EpisodeView, RewardWorkers
-from cartridge_forge.plugins.episodes.spec.rewards import RewardSpec
+from cartridge_forge.plugins.environments.rewards.workers import EpisodeView, RewardWorkers
+from cartridge_forge.plugins.environments.spec import RewardSpec
 
 SHARE = 0.6  # of a call's time, for the rewards themselves
 

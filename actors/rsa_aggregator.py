@@ -9,7 +9,7 @@ from functools import partial
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from cartridge_forge.plugins.episodes.environments.problems import open_problems
+from cartridge_forge.plugins.environments.problems import open_problems
 from cartridge_forge.plugins.rsa.spec import RsaSpec
 from cartridge_forge.plugins.strategies.answers.equivalence import end_judge
 from cartridge_forge.plugins.strategies.answers.extract import extract, plain_answer

@@ -10,7 +10,7 @@ from pathlib import Path
 from monarch.actor import Actor, concurrent_endpoint
 
 from cartridge_forge.plugins.chat.messages import PanelVerdict, ReplayState
-from cartridge_forge.plugins.library.stored_files import LedgerFile
+from cartridge_forge.plugins.host.stored_files import LedgerFile
 from cartridge_forge.plugins.replay.budget import SpendTotals
 from cartridge_forge.plugins.replay.ledger import SpendLedger
 from cartridge_forge.plugins.replay.panel import (

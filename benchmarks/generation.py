@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import DynamicCache
 
-    from cartridge_forge.plugins.serve.engine.engine_thread import Engine
+    from cartridge_forge.plugins.decoding.engine_thread import Engine
 
 READER = REPOSITORY / "models" / "clinic-reader"
 COMPARED = (1, 8, 64)  # the batches of the baseline
@@ -121,8 +121,8 @@ def backends(tokens: int) -> dict[str, Backend]:
 
     from cartridge_forge.learning.model.loading import flush_denormals, load_model
     from cartridge_forge.learning.teacher import document_kv
+    from cartridge_forge.plugins.decoding.engine import TorchEngine
     from cartridge_forge.plugins.decoding.grammar import Grammars
-    from cartridge_forge.plugins.serve.engine.engine import TorchEngine
     from cartridge_forge.protocols.spec.sections import GeneratorSpec
 
     torch.set_num_threads(1)

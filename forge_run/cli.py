@@ -542,9 +542,12 @@ def _run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
 
 
 def _print_redacted(*raised: Any) -> None:
-    from cartridge_forge.protocols.secrets import print_redacted
+    """Print a traceback to stderr with secrets replaced, its chain included (`sys.excepthook`)."""
+    import traceback
 
-    print_redacted(*raised)
+    from cartridge_forge.protocols.secrets import redacted
+
+    sys.stderr.write(redacted("".join(traceback.format_exception(*raised))))
 
 
 def _fill(parser: argparse.ArgumentParser, command: Command, metavar: str) -> None:

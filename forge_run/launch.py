@@ -30,8 +30,8 @@ from cartridge_forge.forge_run.opening import OpenRun, opened
 from cartridge_forge.forge_run.preflight import processor_demand, require_descriptors
 from cartridge_forge.forge_run.resuming import is_finished, sizes_of
 from cartridge_forge.plugins.cluster.hosts.handshake import reached_at
-from cartridge_forge.plugins.cluster.tls.identity import read_identity
 from cartridge_forge.plugins.host.private_sockets import remove, use_private_sockets
+from cartridge_forge.plugins.host.tls import read_identity
 from cartridge_forge.plugins.watch.console import ConsoleDisplay, print_results
 from cartridge_forge.protocols.errors import ForgeError, RunError, SpecError
 from cartridge_forge.protocols.plugins import module_of
@@ -51,7 +51,7 @@ from cartridge_forge.services.run_directory import (
     storage_error,
 )
 
-ENGINE = "cartridge_forge.plugins.serve.engine.engine"
+ENGINE = "cartridge_forge.plugins.decoding.engine"
 POLL_SECONDS = 0.5  # between two looks at signals, and at whether the controller lives
 STATUS_SECONDS = 1.0  # between two statuses: each takes both processes 2 ms
 STATUS_TIMEOUT = 30.0

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cartridge_forge.forge_run.resuming import UNFINISHED, is_finished, open_directory
-from cartridge_forge.plugins.library.run_lease import RunLease, hold_lease
+from cartridge_forge.plugins.host.run_lease import RunLease, hold_lease
 from cartridge_forge.protocols.errors import CheckpointError, RunError
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.services.run_directory import LATEST, RunDirectory, storage_error
 
 if TYPE_CHECKING:  # most runs have no store
-    from cartridge_forge.plugins.library.run_store import RunMirror, StoredRun, StoreLease
+    from cartridge_forge.plugins.host.run_store import RunMirror, StoredRun, StoreLease
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def _from_store(
 ) -> tuple[str | None, tuple[StoredRun, StoreLease] | None]:
     """Take the lease of the stored run that `resume` means, and fetch it where the store is ahead;
     return what to resume, and the run with its lease. Neither where the store has no such run."""
-    from cartridge_forge.plugins.library.object_store import ObjectStore
-    from cartridge_forge.plugins.library.run_store import fetch, is_ahead, stored_at, stored_runs
+    from cartridge_forge.plugins.host.run_store import fetch, is_ahead, stored_at, stored_runs
+    from cartridge_forge.plugins.host.stored_files import ObjectStore
 
     mesh, url = spec.mesh.name, spec.mesh.records.store
     if resume is None:
@@ -122,8 +122,8 @@ def _mirror(
     tell: Callable[[str], None],
     stack: ExitStack,
 ) -> RunMirror:
-    from cartridge_forge.plugins.library.object_store import ObjectStore
-    from cartridge_forge.plugins.library.run_store import RunMirror, StoredRun
+    from cartridge_forge.plugins.host.run_store import RunMirror, StoredRun
+    from cartridge_forge.plugins.host.stored_files import ObjectStore
     from cartridge_forge.services.roles import writers_apart
 
     if stored is None or stored[0].id != directory.id:
@@ -136,7 +136,7 @@ def _mirror(
 
 def _held(run: StoredRun, tell: Callable[[str], None], stack: ExitStack) -> StoreLease:
     """Take the lease of a stored run, and let go of it when `stack` ends."""
-    from cartridge_forge.plugins.library.run_store import take_lease
+    from cartridge_forge.plugins.host.run_store import take_lease
 
     lease = take_lease(run, tell)
     stack.callback(lease.end)

@@ -31,12 +31,12 @@ from cartridge_forge.protocols.secrets import secret_text
 from cartridge_forge.protocols.spec.mesh import (
     MODEL_ROLES,
     HostsSpec,
+    MeshSpec,
     RunSpec,
     is_loopback_host,
     is_tls,
 )
 from cartridge_forge.protocols.spec.model import multiplies_bfloat16
-from cartridge_forge.services.proc_info import LEAST_DESCRIPTORS, MOST_DESCRIPTORS
 
 Fault = tuple[str, object, str, str]  # dotted key, value, what is wrong, remedy
 # Each operation of each token is a launch: 800,000 in a rollout of the published size, and no graph
@@ -44,6 +44,10 @@ Fault = tuple[str, object, str, str]  # dotted key, value, what is wrong, remedy
 EMBEDDED = "cannot run on a GPU, the embedded sampler captures no graphs and waits for every token"
 ON_VLLM = "set generator.backend: vllm, the one GPU sampler, or 0"
 NO_GPU = "cannot run here, torch sees no GPU on this machine"
+
+
+LEAST_DESCRIPTORS = 128  # of the first process and the controller of a small run
+MOST_DESCRIPTORS = 4096
 
 
 def resolved_place(key: str) -> SourceLocation:
@@ -91,7 +95,33 @@ def plane_notes(spec: RunSpec) -> list[str]:
     mesh = spec.mesh
     if mesh.plane in ("auto", mesh.carrier):
         return []
-    return [f"plane: {mesh.carrier} instead of {mesh.plane}: {mesh.carrier_reason}"]
+    return [f"plane: {mesh.carrier} instead of {mesh.plane}: {plane_reason(mesh)}"]
+
+
+def plane_reason(mesh: MeshSpec) -> str:
+    """Return why a mesh uses its tensor plane."""
+    if mesh.lacks_torchstore:
+        command = install_command("torchstore")
+        return f"torchstore is not installed ({command}), and all processes are on this host"
+    if mesh.plane != "auto":
+        return "asked for"
+    if mesh.hosts.kind == "local":
+        return "all processes are on this host, and map one copy"
+    return f"hosts.kind is {mesh.hosts.kind}, and shared memory is one host's"
+
+
+def publish_reason(mesh: MeshSpec) -> str:
+    """Return how a mesh publishes cartridges, and why."""
+    how = "relayed" if mesh.relays else "direct"
+    if mesh.publish != "auto":
+        return f"{how}: asked for"
+    if mesh.hosts.kind == "local":
+        return f"{how}: all readers are on this host"
+    if mesh.relays:
+        return f"{how}: each host gets them once, and hands them on"
+    if mesh.hosts.kind == "slurm":
+        return f"{how}: Slurm's nodes tell no address for a relay"
+    return f"{how}: there is one host"
 
 
 def located(

@@ -243,8 +243,9 @@ class PreparedBatch:
             chosen = sorted(i for set_name, i in part if set_name == name)
             sampled = any(c.sampled for c in self.channels if c.reads == name)
             texts += [(s, sampled) for i in chosen for s in groups[i]]
-            set_begins = list(accumulate(map(_response, groups), initial=0))
-            *begins, total = accumulate((_response(groups[i]) for i in chosen), initial=0)
+            lengths = [sum(len(s.response_ids) for s in group) for group in groups]
+            set_begins = list(accumulate(lengths, initial=0))
+            *begins, total = accumulate((lengths[i] for i in chosen), initial=0)
             starts = dict(zip(chosen, begins, strict=True))
             needed = torch.zeros(total, dtype=torch.bool)
             reading = [c.name for c in self.channels if c.reads == name]
@@ -295,10 +296,6 @@ def prepare(batch: TrainBatch, channels: Sequence[BatchReader], version: int) ->
         read.setdefault(channel.reads, set()).update(g for g, _ in items[channel.name])
     indices = {name: sorted(read[name]) for name in sets}
     return PreparedBatch(batch, channels, sets, indices, items, version)
-
-
-def _response(group: Iterable[Sample]) -> int:
-    return sum(len(s.response_ids) for s in group)
 
 
 def _index(tokens: list[int]) -> slice | Tensor:

@@ -214,13 +214,6 @@ def list_checkpoints(directory: Path) -> list[Path]:
     return sorted(p for p in directory.glob("version-*") if p.is_dir())
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Return whether a directory has the files of a checkpoint, whole or not."""
-    return (path / MANIFEST).is_file() and (
-        (path / STACKED).is_file() or any(path.glob(f"{CARTRIDGE}-*{SUFFIX}"))
-    )
-
-
 def last_of_arms(directory: Path) -> dict[str, Path]:
     """Return the newest checkpoint of each arm by the manifests alone. Checkpoints that cannot be
     read or have no arm are skipped."""

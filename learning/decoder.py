@@ -51,7 +51,7 @@ class Attention(Protocol):
 
 
 class TensorRanks(Protocol):
-    """Compute one rank's part of a base that `size` ranks divide (`plugins.cluster.ranks`)."""
+    """Compute one rank's part of a base that `size` ranks divide (`plugins.host.ranks`)."""
 
     @property
     def size(self) -> int:
@@ -90,7 +90,7 @@ class LanguageModel(nn.Module):
     `kv_shape` is (layers L, key/value heads H_kv, head size D), `vocabulary` the logits' width V,
     of which the tokenizer names the first `tokens`, None: all; `longest` the most positions that it
     was made for, None where its config has none; `tensor` the ranks that divide it, None: it is
-    whole; `sharded` whether its weights are gathered in each pass (`plugins.cluster.ranks`);
+    whole; `sharded` whether its weights are gathered in each pass (`plugins.host.ranks`);
     `unmoved` why its keys cannot be moved to other positions, "" where they can
     (`plugins.library.models.parity`)."""
 

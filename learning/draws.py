@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.grammar import ResponseGrammar
-from cartridge_forge.protocols.logit_rules import (
+from cartridge_forge.protocols.plugins import resolve
+from cartridge_forge.protocols.ports import TokenChunk, refused
+from cartridge_forge.protocols.response_rules import (
     LEAST_REPETITION,
     MOST_REPETITION,
     LogitRules,
+    ResponseGrammar,
 )
-from cartridge_forge.protocols.plugins import resolve
-from cartridge_forge.protocols.ports import TokenChunk, refused
 from cartridge_forge.protocols.step import (
     Completion,
     GenerateRequest,

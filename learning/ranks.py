@@ -126,19 +126,15 @@ class ProcessGroup:
             with self.guard():
                 dist.all_reduce(tensor)
 
-    def add_all(self, tensors: Sequence[Tensor]) -> None:
-        """Run `add` on every tensor, in one collective."""
-        if self.world > 1 and tensors:
-            joined = torch.cat([tensor.flatten() for tensor in tensors])
-            self.add(joined)
-            sums = joined.split_with_sizes([tensor.numel() for tensor in tensors])
-            for tensor, total in zip(tensors, sums, strict=True):
-                tensor.copy_(total.view_as(tensor))
-
     def add_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Run `add_all` on the gradients of cartridges, unless this rank alone has them."""
-        if not self.apart:
-            self.add_all(gradients)
+        """Run `add` on the gradients of cartridges, in one collective, unless this rank alone has
+        them."""
+        if self.world > 1 and gradients and not self.apart:
+            joined = torch.cat([gradient.flatten() for gradient in gradients])
+            self.add(joined)
+            sums = joined.split_with_sizes([gradient.numel() for gradient in gradients])
+            for gradient, total in zip(gradients, sums, strict=True):
+                gradient.copy_(total.view_as(gradient))
 
     def follow(self, tensor: Tensor) -> None:
         """Replace a cartridge's tensor, in place, by that of rank 0, unless this rank alone has

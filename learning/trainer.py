@@ -298,11 +298,11 @@ class CartridgeTrainer:
         state = self._state
         if version == state.version:
             self._snapshots.add(version, state.since, self.bank, state.hinted)
-        snapshot = self._snapshots.get(version)
+        snapshot = self._snapshots.versions.get(version)
         if snapshot is None:
             raise PublishError(
                 f"version {version} cannot be published: the trainer stands at {state.version} and "
-                f"still has {self._snapshots.versions}"
+                f"still has {sorted(self._snapshots.versions)}"
             )
         return snapshot
 
@@ -371,8 +371,8 @@ class CartridgeTrainer:
         progress may sample with: they are published again if the tensor plane is lost."""
         if self._last_state is not None and self._writes:
             oldest = self.version - self.spec.staleness
-            snapshots = [self._snapshots.get(v) for v in self._snapshots.versions if v >= oldest]
-            state = self._state.checkpoint({}, [s for s in snapshots if s is not None])
+            versions = sorted(self._snapshots.versions.items())
+            state = self._state.checkpoint({}, [one for v, one in versions if v >= oldest])
             with self._ranks.abreast():
                 self._last_state.write(state, self._writers)
 

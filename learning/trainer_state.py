@@ -43,15 +43,6 @@ class LearningRateSchedule:
         return self.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-@dataclass(frozen=True)
-class HeldProgress:
-    """Hold copies of what one optimizer update changes."""
-
-    numbers: Tensor
-    moments: Mapping[str, Tensor]
-    balance: Mapping[str, Any]
-
-
 def tensor_rms(kv: Tensor) -> Tensor:
     """Return the root mean square of each layer's keys and of its values, [L, 2, 1, 1, 1], of a
     cartridge [L, 2, H_kv, P, D]."""
@@ -134,23 +125,6 @@ class CartridgeProgress:
             amsgrad=False, maximize=False,
         )  # fmt: skip
 
-    def hold(self) -> HeldProgress:
-        """Return copies of what an update changes."""
-        return HeldProgress(
-            self.parameter.detach().clone(),
-            {name: tensor.clone() for name, tensor in self.moments.items()},
-            {} if self.balance is None else self.balance.state(),
-        )
-
-    def take_back(self, copies: HeldProgress) -> None:
-        """Return to what `hold` copied."""
-        with torch.no_grad():
-            self.parameter.copy_(copies.numbers)
-        self.parameter.grad = None
-        self.moments = dict(copies.moments)
-        if self.balance is not None:
-            self.balance.restore(copies.balance)
-
 
 PUBLISHED = "published"  # begins the name of a part with a copy that was published
 MOMENTS = "adam."
@@ -222,7 +196,16 @@ class TrainerState:
             else {k: v for k, v in asdict(self.last).items() if k not in NOT_STORED},
             "base_hash": self.base_hash,
             "position": position,
-            "cartridges": {name: _facts(progress) for name, progress in self.progress.items()},
+            "cartridges": {
+                name: {
+                    "since": one.since,
+                    "step": one.steps,
+                    "steps": one.schedule.steps,
+                    "warmup_steps": one.schedule.warmup_steps,
+                    **({} if one.balance is None else {"balance": one.balance.state()}),
+                }
+                for name, one in self.progress.items()
+            },
             "published": {
                 str(snapshot.version): [snapshot.since[name] for name in self.bank.names]
                 for snapshot in snapshots
@@ -232,7 +215,13 @@ class TrainerState:
         index = {name: i for i, name in enumerate(self.names)}
         for name, progress in self.progress.items():
             i = index[name]
-            parts[part_name(CARTRIDGE, i, progress.since)] = self._tensors(name)
+            parts[part_name(CARTRIDGE, i, progress.since)] = {
+                "trainable": progress.parameter.detach(),
+                "frozen": self.bank.frozen[name],
+                **{f"{MOMENTS}{k}": v for k, v in progress.moments.items()},
+                **({} if self.hinted is None else {"hinted": self.hinted[name]}),
+                **({} if self.reference is None else {"reference": self.reference[name]}),
+            }
             for snapshot in snapshots:
                 if snapshot.since[name] != progress.since:
                     parts[part_name(PUBLISHED, i, snapshot.since[name])] = {
@@ -267,16 +256,6 @@ class TrainerState:
         last = facts["last"]
         self.last = last and TrainStepOutput(0.0, self.version, **last)
         return self._snapshots(checkpoint, dtype)
-
-    def _tensors(self, name: str) -> dict[str, Tensor]:
-        progress = self.progress[name]
-        return {
-            "trainable": progress.parameter.detach(),
-            "frozen": self.bank.frozen[name],
-            **{f"{MOMENTS}{k}": v for k, v in progress.moments.items()},
-            **({} if self.hinted is None else {"hinted": self.hinted[name]}),
-            **({} if self.reference is None else {"reference": self.reference[name]}),
-        }
 
     def _check(self, checkpoint: Checkpoint) -> None:
         facts = checkpoint.facts
@@ -344,45 +323,14 @@ class TrainerState:
         return {key: self.bank.full(name, part).to(dtype) for key, part in parts.items()}
 
 
-@torch.no_grad()
-def take_snapshot(
-    bank: CartridgeBank,
-    hinted: Mapping[str, Tensor] | None,
-    version: int,
-    since: Mapping[str, int],
-    dtype: torch.dtype,
-    previous: TrainerSnapshot | None,
-) -> TrainerSnapshot:
-    """Return the bank at `version`. `hinted` are the trainable parts of the cartridges that read
-    hints. Copies of cartridges unchanged after the snapshot `previous` are shared with it."""
-
-    def copies(
-        parts: Mapping[str, Tensor], previous_kv: Mapping[str, Tensor] | None
-    ) -> dict[str, Tensor]:
-        return {
-            name: previous_kv[name]
-            if previous_kv is not None
-            and previous is not None
-            and previous.since[name] == since[name]
-            else bank.full(name, part.detach()).to(dtype)
-            for name, part in parts.items()
-        }
-
-    return TrainerSnapshot(
-        version,
-        dict(since),
-        copies(bank.trainable, None if previous is None else previous.kv),
-        None if hinted is None else copies(hinted, None if previous is None else previous.hinted),
-    )
-
-
 class Snapshots:
-    """Hold a trainer's published versions, in `dtype`: the newest `keep` of them."""
+    """Hold a trainer's published `versions`, in `dtype`: the newest `keep` of them."""
 
     def __init__(self, dtype: torch.dtype, keep: int) -> None:
         self._dtype, self._keep = dtype, keep
-        self._snapshots: dict[int, TrainerSnapshot] = {}
+        self.versions: dict[int, TrainerSnapshot] = {}  # oldest first
 
+    @torch.no_grad()
     def add(
         self,
         version: int,
@@ -390,39 +338,41 @@ class Snapshots:
         bank: CartridgeBank,
         hinted: Mapping[str, Tensor] | None,
     ) -> None:
-        """Copy the bank at `version`, unless that is held."""
-        if version not in self._snapshots:
-            previous = self._snapshots[max(self._snapshots)] if self._snapshots else None
-            self._snapshots[version] = take_snapshot(
-                bank, hinted, version, since, self._dtype, previous
-            )
-            for old in sorted(self._snapshots)[: -self._keep]:
-                del self._snapshots[old]
+        """Copy the bank at `version`, unless that is held. `hinted` are the trainable parts of the
+        cartridges that read hints. Copies of cartridges unchanged after the version before are
+        shared with it."""
+        if version in self.versions:
+            return
+        previous = self.versions[max(self.versions)] if self.versions else None
 
-    def get(self, version: int) -> TrainerSnapshot | None:
-        """Return a version; None where it is not held."""
-        return self._snapshots.get(version)
+        def copies(
+            parts: Mapping[str, Tensor], previous_kv: Mapping[str, Tensor] | None
+        ) -> dict[str, Tensor]:
+            return {
+                name: previous_kv[name]
+                if previous_kv is not None
+                and previous is not None
+                and previous.since[name] == since[name]
+                else bank.full(name, part.detach()).to(self._dtype)
+                for name, part in parts.items()
+            }
 
-    @property
-    def versions(self) -> list[int]:
-        """Return the versions held, oldest first."""
-        return sorted(self._snapshots)
+        self.versions[version] = TrainerSnapshot(
+            version,
+            dict(since),
+            copies(bank.trainable, None if previous is None else previous.kv),
+            None
+            if hinted is None
+            else copies(hinted, None if previous is None else previous.hinted),
+        )
+        for old in sorted(self.versions)[: -self._keep]:
+            del self.versions[old]
 
     def restore(self, snapshots: Iterable[TrainerSnapshot]) -> None:
         """Hold these instead."""
-        self._snapshots = {snapshot.version: snapshot for snapshot in snapshots}
+        self.versions = {snapshot.version: snapshot for snapshot in snapshots}
 
 
 def _shapes(shapes: Mapping[str, list[tuple[int, ...]]]) -> list[list[tuple[int, ...]]]:
     """Return the different shapes."""
     return [list(pair) for pair in dict.fromkeys(tuple(one) for one in shapes.values())]
-
-
-def _facts(progress: CartridgeProgress) -> dict[str, Any]:
-    return {
-        "since": progress.since,
-        "step": progress.steps,
-        "steps": progress.schedule.steps,
-        "warmup_steps": progress.schedule.warmup_steps,
-        **({} if progress.balance is None else {"balance": progress.balance.state()}),
-    }

@@ -71,11 +71,6 @@ class Plugin:
     meshes: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
 
-    def place(self, kind: Kind, name: str) -> str:
-        """Return the place of an object, "module:attribute"."""
-        target: str = getattr(self, kind)[name]
-        return target
-
     def entries(self) -> Iterator[tuple[Kind, str, str]]:
         """Yield the kind, name and place of every object."""
         for kind in NOUNS:
@@ -117,12 +112,13 @@ def known(kind: Kind) -> list[str]:
 def module_of(kind: Kind, name: str) -> str:
     """Return the name of the module that has the object, without an import of it. Raises SpecError
     for a name that no plug-in adds."""
-    return _plugin_with(kind, name).place(kind, name).partition(":")[0]
+    target: str = getattr(_plugin_with(kind, name), kind)[name]
+    return target.partition(":")[0]
 
 
 def load(plugin: Plugin, kind: Kind, name: str) -> Any:
     """Import and return a plug-in's object. Raises SpecError that names what is missing."""
-    target = plugin.place(kind, name)
+    target: str = getattr(plugin, kind)[name]
     module, _, attribute = target.partition(":")
     what = f"{NOUNS[kind]} {name} of the plug-in {plugin.name}"
     try:
@@ -195,13 +191,9 @@ CORE = Plugin(
         "store": "cartridge_forge.actors.heartbeat:StoreActor",
     },
     channels={"doc_kl": "cartridge_forge.learning.losses.doc_kl:DocKL"},
-    planes={"torchstore": "cartridge_forge.services.planes.torchstore:open_plane"},
 )
 SHIPPED = (
-    Plugin(
-        "clinic",
-        recipes={"longhealth": f"{PLUGINS}.documents.study.longhealth:open_recipe"},
-    ),
+    Plugin("clinic", recipes={"longhealth": f"{PLUGINS}.documents.study.longhealth:open_recipe"}),
     Plugin(
         "documents",
         recipes={"documents": f"{PLUGINS}.documents.study.recipe:open_recipe"},
@@ -212,13 +204,16 @@ SHIPPED = (
         configs={"documents": f"{PLUGINS}.documents.spec.learn:DocumentsLearn"},
     ),
     Plugin(
-        "episodes",
-        recipes={"episodes": f"{PLUGINS}.episodes.recipe:open_recipe"},
+        "environments",
         roles={
-            "sdpo_teacher": "cartridge_forge.actors.sdpo_teacher:SDPOTeacherActor",
             "environment": "cartridge_forge.actors.environment:EnvironmentActor",
             "reward": "cartridge_forge.actors.reward:RewardActor",
         },
+    ),
+    Plugin(
+        "episodes",
+        recipes={"episodes": f"{PLUGINS}.episodes.recipe:open_recipe"},
+        roles={"sdpo_teacher": "cartridge_forge.actors.sdpo_teacher:SDPOTeacherActor"},
         channels={
             "grpo": f"{PLUGINS}.episodes.losses.grpo:GRPO",
             "sdpo": f"{PLUGINS}.episodes.losses.sdpo:SDPO",
@@ -250,8 +245,6 @@ SHIPPED = (
             "whole_weights": f"{PLUGINS}.library.base_models.kept:whole_weights",
             "model_check": f"{PLUGINS}.library.models.parity:check_model",
             "start": f"{PLUGINS}.library.starts.trained:open_start",
-            "trainer_files": f"{PLUGINS}.library.stored_files:TrainerFiles",
-            "store_variables": f"{PLUGINS}.library.object_store:VARIABLES",
         },
     ),
     Plugin(
@@ -271,7 +264,21 @@ SHIPPED = (
             "document_logprobs": f"{PLUGINS}.objectives.policy_scores:document_logprobs",
         },
     ),
-    Plugin("host", planes={"shared_memory": f"{PLUGINS}.host.plane:open_plane"}),
+    Plugin(
+        "host",
+        planes={
+            "torchstore": f"{PLUGINS}.host.torchstore:open_plane",
+            "shared_memory": f"{PLUGINS}.host.plane:open_plane",
+        },
+        hooks={
+            "trainer_files": f"{PLUGINS}.host.stored_files:TrainerFiles",
+            "store_variables": f"{PLUGINS}.host.stored_files:VARIABLES",
+            "interface": f"{PLUGINS}.host.ranks:interface_to",
+            "divide_base": f"{PLUGINS}.host.ranks:divide_base",
+            "shard_base": f"{PLUGINS}.host.ranks:shard_base",
+            "whole_weight": f"{PLUGINS}.host.ranks:whole_weight",
+        },
+    ),
     Plugin(
         "decoding",
         hooks={
@@ -300,10 +307,6 @@ SHIPPED = (
             "slurm": f"{PLUGINS}.cluster.hosts.slurm:SlurmHosts",
         },
         hooks={
-            "interface": f"{PLUGINS}.cluster.ranks.interfaces:interface_to",
-            "divide_base": f"{PLUGINS}.cluster.ranks.divided_base:divide_base",
-            "shard_base": f"{PLUGINS}.cluster.ranks.divided_base:shard_base",
-            "whole_weight": f"{PLUGINS}.cluster.ranks.divided_base:whole_weight",
             "same_files": f"{PLUGINS}.cluster.hosts.same_files:same_files",
             "autoscale": f"{PLUGINS}.cluster.autoscale:decide",
             "relays": f"{PLUGINS}.cluster.relays.host_relays:HostRelays",
@@ -325,8 +328,9 @@ SHIPPED = (
         },
         hooks={
             "observer": f"{PLUGINS}.watch.control.observer:ControlledRun",
-            "step_warnings": f"{PLUGINS}.watch.step_warnings:step_warnings",
+            "step_warnings": f"{PLUGINS}.watch.notices:step_warnings",
             "token_scores": f"{PLUGINS}.watch.token_scores:TokenScores",
+            "preparation_progress": f"{PLUGINS}.watch.notices:PreparationProgress",
         },
     ),
 )

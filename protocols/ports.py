@@ -29,16 +29,6 @@ class TokenChunk:
     logprobs: tuple[float, ...]
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
-    def followed_by(self, later: TokenChunk) -> TokenChunk:
-        """Return this chunk and the one behind it as one."""
-        return TokenChunk(
-            self.request_id,
-            self.first,
-            self.token_ids + later.token_ids,
-            self.logprobs + later.logprobs,
-            self.top_logprobs + later.top_logprobs,
-        )
-
 
 @dataclass(frozen=True)
 class TokenPort:

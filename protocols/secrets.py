@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-import traceback
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, SecretStr
@@ -134,11 +131,6 @@ def redacted(text: str) -> str:
     return IN_ADDRESS.sub(rf"\1{REDACTED}", TELLING.sub(REDACTED, text))
 
 
-def has_password(text: str) -> bool:
-    """Return whether an address in the text has a password."""
-    return bool(IN_ADDRESS.search(text))
-
-
 def looks_secret(name: str) -> bool:
     """Return whether a variable or key is a secret's by its name."""
     return bool(SECRETIVE.search(name)) and not HARMLESS.fullmatch(name)
@@ -147,10 +139,3 @@ def looks_secret(name: str) -> bool:
 def redacted_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row with its texts redacted."""
     return {k: redacted(v) if isinstance(v, str) else v for k, v in row.items()}
-
-
-def print_redacted(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """Print a traceback to stderr with secrets replaced, its chain included (`sys.excepthook`)."""
-    sys.stderr.write(redacted("".join(traceback.format_exception(kind, error, trace))))

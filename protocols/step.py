@@ -17,8 +17,7 @@ from typing import Any, TypedDict
 from urllib.parse import quote
 
 from cartridge_forge.protocols.errors import DataError, PlaneError
-from cartridge_forge.protocols.grammar import ResponseGrammar
-from cartridge_forge.protocols.logit_rules import LogitRules
+from cartridge_forge.protocols.response_rules import LogitRules, ResponseGrammar
 from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
 
 CARTRIDGE = "cartridge/"  # the names of prefixes that are trained cartridges begin with it
@@ -63,12 +62,6 @@ def composed_ref(parts: Sequence[PrefixRef]) -> PrefixRef:
     """Return the composition of single prefixes, at least one, in this order."""
     first, *later = parts
     return PrefixRef(first.name, first.version, tuple(later))
-
-
-def document_ref(token_ids: Sequence[int]) -> PrefixRef:
-    """Return the prefix of a document by its tokens, for a request that carries them."""
-    digest = hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
-    return PrefixRef(f"document/sha256-{digest[:32]}", 0)
 
 
 @dataclass(frozen=True)
@@ -134,7 +127,7 @@ class GenerateRequest:
     the confidence of `until` reads these. With `logits` the generator puts the logits that the
     tokens were drawn from into the tensor plane, under a key of that stem (`Completion.logits`).
     `document_ids` are the tokens of the document that `prefix` names, where the generator was not
-    started with it (`document_ref`). `draft` proposes the tokens. `rules` change the logits that
+    started with it. `draft` proposes the tokens. `rules` change the logits that
     tokens are drawn from. The first of `stop_ids` ends the response, as an end token does.
     """
 

@@ -16,14 +16,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pickle
-import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from monarch.actor import Channel
-
 from cartridge_forge.protocols.errors import PublishError, RunError, StaleTokenError
-from cartridge_forge.protocols.ports import EngineReport, TensorPlane, TokenChunk, TokenPort
+from cartridge_forge.protocols.ports import EngineReport, TensorPlane
 from cartridge_forge.protocols.records.status import ReplicaState
 from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
 from cartridge_forge.protocols.step import (
@@ -47,7 +44,6 @@ Replied = Callable[[Sequence[Completion]], None] | None
 
 PLANE_TOPIC = "plane"  # the topic of updates about the tensor plane
 CARTRIDGE_TOPIC = "cartridge"  # the topic of updates about published cartridges
-CANCEL_SECONDS = 5.0
 SHOWN = 12  # hexadecimal digits of a fingerprint in an error
 REMEMBERED = 2**16  # requests whose replica is known: those of several steps
 RECOVER_SECONDS = 60.0
@@ -101,12 +97,6 @@ def remember_cartridges(pool: Pool, snapshots: Sequence[CartridgeSnapshot]) -> N
     pool.remember(CARTRIDGE_TOPIC, updates)
 
 
-def remember_files(pool: Pool, files: Mapping[int, tuple[str, str]]) -> None:
-    """Set the files to load at a replica's start or next update: version -> (cartridge, path)."""
-    updates = [PoolUpdate(CARTRIDGE_TOPIC, v, "load_file", (v, *files[v])) for v in sorted(files)]
-    pool.remember(CARTRIDGE_TOPIC, updates)
-
-
 # -- roles ----------------------------------------------------------------------------------------
 
 
@@ -126,8 +116,6 @@ class GeneratorClient(RoleClient):
         super().__init__(pools)
         self._chunk, self._published = chunk, published
         self._sampled: dict[str, str] = {}  # request -> the replica that replied, the newest ones
-        self._told: dict[str, Callable[[TokenChunk], None]] = {}  # by request
-        self._hearing: tuple[TokenPort, asyncio.Task[None]] | None = None
 
     async def generate(
         self,
@@ -188,50 +176,6 @@ class GeneratorClient(RoleClient):
                 if request in samples or request.startswith(stems)
             }
         )
-
-    async def stream(
-        self,
-        requests: Sequence[GenerateRequest],
-        told: Callable[[TokenChunk], None] | None,
-        timeout_s: float,
-    ) -> list[Completion]:
-        """Return completions in the order of the requests. `told` receives their tokens while one
-        replica samples them; when that replica dies, another one passes the same tokens again.
-        Calls at the same time share a port: their requests' ids must differ.
-
-        Cancelling this call ends the decoding.
-        """
-        port = None if told is None else self._listen({r.id: told for r in requests})
-        try:
-            generated: GenerateOutput = await self.pool.route(
-                "generate", requests, port, timeout_s=timeout_s
-            )
-            return list(generated.completions)
-        except (asyncio.CancelledError, RunError):  # the responses have no reader any more
-            await asyncio.shield(self.cancel([r.id for r in requests]))
-            raise
-        finally:
-            for request in requests:
-                self._told.pop(request.id, None)
-
-    def _listen(self, listeners: Mapping[str, Callable[[TokenChunk], None]]) -> TokenPort:
-        """Return the port whose tokens of these requests are passed on while they are in `_told`.
-        It stays open: in Monarch a cancelled receive keeps 9 kB as long as the process lives."""
-        self._told |= listeners
-        if self._hearing is None or self._hearing[1].done():
-            port, receiver = Channel[Any].open()
-            task = asyncio.create_task(_hear(receiver, self._told))
-            self._hearing = TokenPort(uuid.uuid4().hex, port), task
-        return self._hearing[0]
-
-    async def cancel(self, ids: Collection[str]) -> None:
-        """End requests on whichever replicas decode them. A dead replica counts as done."""
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(self.pool.fanout("cancel", tuple(ids)), CANCEL_SECONDS)
-
-    async def drop(self, version: int) -> None:
-        """Make every replica stop serving a version."""
-        await self.pool.fanout("drop", version)
 
     async def shut_down(self) -> list[EngineReport]:
         """Stop the engines of all replicas and return the last report of each."""
@@ -352,13 +296,6 @@ class TrainerClient(RoleClient):
         """Make a replacement trainer continue from the last state of the trainer that was lost."""
         deadline = asyncio.get_running_loop().time() + RECOVER_SECONDS
         await ask(replica, "recover", (), deadline)
-
-
-async def _hear(receiver: Any, listeners: Mapping[str, Callable[[TokenChunk], None]]) -> None:
-    while True:
-        for chunk in await receiver.recv():
-            if chunk.request_id in listeners:  # else its call has ended
-                listeners[chunk.request_id](chunk)
 
 
 class PublishedCartridges:

@@ -8,8 +8,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-LEAST_DESCRIPTORS = 128  # of the first process and the controller of a small run
-MOST_DESCRIPTORS = 4096
 TICKS = os.sysconf("SC_CLK_TCK")  # a second
 
 

@@ -236,7 +236,7 @@ class RunDirectory:
         return True
 
     def append_episodes(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append the episodes of one step (`plugins.episodes.environments.episode_files.to_row`) in
+        """Append the episodes of one step (`plugins.environments.episode_files.to_row`) in
         one write."""
         append_rows(self.episodes, list(rows))
 

@@ -84,7 +84,7 @@ OF_ONE_RUN = tuple(
     for name in (
         "mesh/runs/test_object_store", "mesh/runs/test_whole",
         "nightly/runs/resumed/test_interrupted",
-        "nightly/runs/test_ranks", "nightly/runs/test_stalled", "nightly/runs/test_clock",
+        "nightly/runs/test_ranks", "nightly/runs/test_clock", "nightly/runs/test_clock",
     )
 )  # fmt: skip
 

@@ -33,7 +33,6 @@ from cartridge_forge.protocols.plugins import optional, resolve
 from cartridge_forge.protocols.records.run_files import EventName, RunOutcome
 from cartridge_forge.protocols.records.status import RunStatus
 from cartridge_forge.protocols.spec.mesh import RunSpec
-from cartridge_forge.protocols.step import NOT_BEGUN, Preparation
 from cartridge_forge.services.pool.sizes import PoolSize, opening, restore
 from cartridge_forge.services.proc_info import CpuSeconds, cpu_seconds
 from cartridge_forge.services.run_directory import (
@@ -46,14 +45,10 @@ from cartridge_forge.services.run_directory import (
 
 if TYPE_CHECKING:
     from cartridge_forge.services.mesh import Mesh
-    from cartridge_forge.services.run_log import RunLog
-    from cartridge_forge.services.run_observer import RunObserver
+    from cartridge_forge.services.run_log import RunLog, RunObserver
     from cartridge_forge.training.training_run import TrainingRun
 
 STARTING = "starting the mesh"
-SHOWN_AFTER = 2.0  # seconds of preparation
-LEAST_SHARE = 0.25  # of a cartridge, before which its reading is most of the time
-WHOLE = 1e-6  # shares of a cartridge add up to one but for rounding
 # The limits of an ending's steps, 28 s in all. An idle engine stops in 1 to 2 s.
 ENGINE_STOP_SECONDS, MESH_STOP_SECONDS, SINK_SECONDS = 8.0, 8.0, 6.0
 
@@ -160,7 +155,7 @@ class ControllerActor(Actor):
     async def _start_observer(self, recorder: RunLog, mesh: Mesh) -> None:
         if self._observer is None:
             return
-        from cartridge_forge.services.run_observer import ObservedRun
+        from cartridge_forge.services.run_log import ObservedRun
 
         await self._observer.start(
             ObservedRun(recorder, mesh.pools, self._whole_status, self._show, mesh.service.scale)
@@ -292,7 +287,10 @@ class ControllerActor(Actor):
 
     async def _tell_preparation(self, recorder: RunLog, mesh: Mesh) -> None:
         """Show how far the trainer has prepared its cartridges, with each heartbeat."""
-        progress = PreparationProgress()
+        open_progress = optional("hooks", "preparation_progress")
+        if open_progress is None:
+            return
+        progress = open_progress()
         while True:
             await asyncio.sleep(self._spec.mesh.health.heartbeat_s)
             if not progress.moved(mesh.preparation, time.monotonic()):
@@ -380,58 +378,6 @@ class ControllerActor(Actor):
 
     def _show(self, **changes: Any) -> None:
         self._status = replace(self._status, **changes)
-
-
-class PreparationProgress:
-    """Follow the preparation of cartridges: how many are done, and the seconds that the others
-    take at the rate so far, None before LEAST_SHARE of one is done. `is_event` is whether another
-    cartridge was done since the last call of `moved`."""
-
-    def __init__(self) -> None:
-        self._latest = NOT_BEGUN
-        self._first: tuple[float, float] | None = None  # when, and how many cartridges
-        self.is_event = False
-        self.seconds_left: float | None = None
-
-    @property
-    def cartridges(self) -> int:
-        return int(self._latest.cartridges + WHOLE)
-
-    @property
-    def total(self) -> int:
-        return self._latest.total
-
-    def moved(self, latest: Preparation, now: float) -> bool:
-        """Take the latest news at `now`, monotonic seconds. Returns whether there is progress to
-        show: none in the first SHOWN_AFTER seconds, in which most starts end."""
-        if self._first is None and latest.share < 1:
-            self._first = now, latest.cartridges
-        begins = self._latest is NOT_BEGUN
-        if self._first is None or latest == self._latest or (begins and latest.share >= 1):
-            return False
-        start, count = self._first
-        if now - start < SHOWN_AFTER:
-            return False
-        count_shown, self._latest = self.cartridges, latest
-        prepared, remaining = latest.cartridges - count, latest.total - latest.cartridges
-        has_rate = prepared + WHOLE >= LEAST_SHARE and now > start
-        self.seconds_left = round(remaining * (now - start) / prepared, 1) if has_rate else None
-        self.is_event = begins or self.cartridges > count_shown
-        return True
-
-    @property
-    def stage(self) -> str:
-        if self._latest.share >= 1:
-            return STARTING
-        return f"preparing cartridges, {self.cartridges} of {self.total} done"
-
-    @property
-    def phase(self) -> str:
-        if self.seconds_left is None or self._latest.share >= 1:
-            return ""
-        seconds = self.seconds_left
-        text = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-        return f"about {text} left"
 
 
 class RunEnding:

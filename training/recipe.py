@@ -17,7 +17,7 @@ from cartridge_forge.learning.model.loading import load_tokenizer
 from cartridge_forge.protocols.layout import CartridgeLayout
 from cartridge_forge.protocols.plugins import resolve
 from cartridge_forge.protocols.records.answers import KeepAnswers
-from cartridge_forge.protocols.records.run_files import ArmResult, MeasuredAccuracy, RoutingAccuracy
+from cartridge_forge.protocols.records.run_files import ArmResult, MeasuredAccuracy
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.protocols.step import TrainBatch
 from cartridge_forge.services.mesh import Mesh
@@ -52,7 +52,7 @@ class QuestionRouting(Protocol):
         ...
 
     @property
-    def accuracy(self) -> RoutingAccuracy | None:
+    def accuracy(self) -> Mapping[str, Any] | None:
         """Return the share of questions whose own cartridge is found; None where none counts."""
         ...
 

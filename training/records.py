@@ -286,12 +286,10 @@ def score_callback(
     prompts: Sequence[StudyPrompt], ended: ScoreGroup
 ) -> Callable[[Sequence[Completion]], None]:
     """Return a callback that gives the samples of each reply to the document teacher."""
-    asked = {p.request.id: p for p in prompts}
-
-    def came(completions: Sequence[Completion]) -> None:
-        ended("doc_teacher", [as_sample(asked[c.request_id], c) for c in completions])
-
-    return came
+    by_id = {p.request.id: p for p in prompts}
+    return lambda replied: ended(
+        "doc_teacher", [as_sample(by_id[c.request_id], c) for c in replied]
+    )
 
 
 def as_rows(

@@ -32,23 +32,23 @@ from typing import TYPE_CHECKING, Any
 from cartridge_forge.forge_run.commands import note
 from cartridge_forge.forge_run.model_check import check
 from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.wire.foreign import read_json
 from cartridge_forge.plugins.documents.retrieval import Bm25Router, Choice
 from cartridge_forge.plugins.documents.study.support import SupportingPassage, supporting_passages
 from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
+from cartridge_forge.plugins.library.formats.cartridge_file import date_of
 from cartridge_forge.plugins.library.names import AUTO, parse_cartridge
 from cartridge_forge.plugins.library.store import CartridgeVersion
 from cartridge_forge.plugins.serve.engine.run_documents import document_of_source
 from cartridge_forge.plugins.serve.spec import VerifySpec, load_serve
 from cartridge_forge.plugins.spec_files.loading import load_resolved
 from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest, SampleResult
-from cartridge_forge.plugins.wire.foreign import read_json
 from cartridge_forge.protocols.errors import DataError, RunError, SpecError
 from cartridge_forge.protocols.files import named_model
-from cartridge_forge.protocols.records.run_files import date_of
 from cartridge_forge.protocols.secrets import secret_text
 from cartridge_forge.protocols.spec.model import ModelSpec
 from cartridge_forge.protocols.spec.sections import GeneratorSpec
-from cartridge_forge.protocols.step import Sampling, document_ref
+from cartridge_forge.protocols.step import Sampling
 
 if TYPE_CHECKING:  # its import takes a second
     from cartridge_forge.plugins.chat.renderer import ChatRenderer
@@ -431,7 +431,11 @@ def _sampled(
 ) -> tuple[SampleResult, dict[str, Any] | None]:
     """Return the answer of a cartridge's sampler, and how its document verified it."""
     from cartridge_forge.plugins.serve.engine.in_process import DOCUMENT
-    from cartridge_forge.plugins.serve.engine.verification import ServedDocument, verified_answer
+    from cartridge_forge.plugins.serve.engine.verification import (
+        ServedDocument,
+        document_ref,
+        verified_answer,
+    )
 
     if verify is None:
         (result,) = asyncio.run(sampler([request]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cartridge_forge.plugins.cluster.tls.certificates import CA_KEY, certificates
+from cartridge_forge.plugins.host.tls import CA_KEY, certificates
 
 
 def command(*, directory: Path, hosts: Sequence[str], days: int) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cartridge_forge.plugins.cluster.tls.identity import TlsIdentity, read_identity
+from cartridge_forge.plugins.host.tls import TlsIdentity, read_identity
 from cartridge_forge.protocols.errors import SpecError
 
 SECONDS = 5.0

@@ -25,6 +25,7 @@ from cartridge_forge.forge_run.forkserver.client import fork_server
 from cartridge_forge.forge_run.launch import ENGINE, kill_mesh, prepare_process
 from cartridge_forge.forge_run.model_check import check
 from cartridge_forge.forge_run.preflight import EMBEDDED, ON_VLLM, Fault, backend_faults, located
+from cartridge_forge.plugins.chat.wire.foreign import listen
 from cartridge_forge.plugins.cluster.manifests.sizing import model_shape
 from cartridge_forge.plugins.serve.spec import (
     RIGHTS,
@@ -37,20 +38,19 @@ from cartridge_forge.plugins.serve.spec import (
 from cartridge_forge.plugins.spec_files.errors import SpecProblem, combined
 from cartridge_forge.plugins.spec_files.loading import LoadedFile
 from cartridge_forge.plugins.statistics.formatting import TableSection, bytes_text, facts, lines
-from cartridge_forge.plugins.wire.listening import listen
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.secrets import secret_text
 from cartridge_forge.protocols.spec.model import VALUE_BYTES, ShapeSpec
 
 if TYPE_CHECKING:
-    from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
-    from cartridge_forge.plugins.serve.access.keys import ApiKey
-    from cartridge_forge.plugins.serve.metrics import ServingMetrics
-    from cartridge_forge.plugins.serve.verification_cost import (
+    from cartridge_forge.plugins.decoding.verified.cost import (
         DraftGain,
         MachinePeaks,
         ServedLoad,
     )
+    from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
+    from cartridge_forge.plugins.serve.access.keys import ApiKey
+    from cartridge_forge.plugins.serve.metrics import ServingMetrics
 
 STOP_SECONDS = 8.0
 LAYER_SECONDS = 4e-4  # of a layer's pass on a CPU beyond FLOPs and bytes (studies/verified)
@@ -158,7 +158,7 @@ def gain_table(spec: ServeSpec) -> TableSection | None:
     """Return how many times as fast as the document alone a drafted answer is by the cost model, on
     this machine and on an H200: streams each over a document of its own. None for a model of
     another shape."""
-    from cartridge_forge.plugins.serve.verification_cost import H200, ServedLoad, best_draft
+    from cartridge_forge.plugins.decoding.verified.cost import H200, ServedLoad, best_draft
 
     shape = _shape_of(spec)
     if shape is None:
@@ -239,7 +239,7 @@ def hub_token(hub: HubSpec | None) -> str | None:
 def draft_gain(spec: ServeSpec) -> Callable[[ServedLoad, float], DraftGain] | None:
     """Return what a draft gains on this machine, whose ceilings are measured at the first call;
     None for a model of another shape than Llama's."""
-    from cartridge_forge.plugins.serve.verification_cost import best_draft
+    from cartridge_forge.plugins.decoding.verified.cost import best_draft
 
     shape = _shape_of(spec)
     if shape is None:
@@ -255,7 +255,7 @@ def draft_gain(spec: ServeSpec) -> Callable[[ServedLoad, float], DraftGain] | No
 def machine_peaks(layers: int) -> MachinePeaks:
     """Return the ceilings of this machine's processor for a model of so many layers."""
     from cartridge_forge.forge_run.plan.calibration import host_peaks
-    from cartridge_forge.plugins.serve.verification_cost import MachinePeaks
+    from cartridge_forge.plugins.decoding.verified.cost import MachinePeaks
 
     peaks = host_peaks()
     return MachinePeaks(peaks.name, peaks.flops, peaks.bandwidth, LAYER_SECONDS * layers)

@@ -12,12 +12,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from cartridge_forge.plugins.episodes.environments.checking import (
+from cartridge_forge.plugins.environments.checking import (
     CheckPlan,
     EnvironmentCheck,
     check_environment,
 )
-from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
 from cartridge_forge.plugins.spec_files.keys import is_shipped_mesh
 from cartridge_forge.plugins.spec_files.loading import load_spec

@@ -7,7 +7,7 @@ import os
 
 from cartridge_forge.forge_run.preflight import missing_key
 from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
-from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesSpec
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.plugins.replay.spec import PriceSpec, ReplaySpec

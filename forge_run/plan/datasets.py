@@ -9,8 +9,8 @@ from cartridge_forge.forge_run.plan.inputs import row_lengths, tokenizer_at
 from cartridge_forge.plugins.documents.rows.checks import require_plain
 from cartridge_forge.plugins.documents.rows.reading import RowSet, read_row_set
 from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
-from cartridge_forge.plugins.episodes.rewards.workers import RewardWorker
-from cartridge_forge.plugins.episodes.spec.rewards import RewardSpec
+from cartridge_forge.plugins.environments.rewards.workers import RewardWorker
+from cartridge_forge.plugins.environments.spec import RewardSpec
 from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.plugins.statistics.formatting import TableSection, facts, lines
 from cartridge_forge.protocols.errors import DataError

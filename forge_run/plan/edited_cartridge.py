@@ -35,7 +35,7 @@ from cartridge_forge.plugins.documents.edits import (
 )
 from cartridge_forge.plugins.documents.study.reference_prompts import study_prompts
 from cartridge_forge.plugins.library.formats.base_model import other_weights
-from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
+from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile, date_of, source_of
 from cartridge_forge.plugins.library.reference_rows import (
     MOST_ROWS,
     NO_STUDY,
@@ -48,7 +48,6 @@ from cartridge_forge.plugins.library.reference_rows import (
 from cartridge_forge.plugins.library.refit import DocumentEdit, refitted
 from cartridge_forge.plugins.library.store import ORIGIN, UPDATES
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.records.run_files import date_of, source_of
 
 TOKENIZER, CHANGES = "tokenizer_sha256", "changes"  # in a cartridge's source, and in an update's
 BEFORE, BEHIND = 24, 16  # tokens of the text that a row of changed tokens has on each side

@@ -36,9 +36,12 @@ from cartridge_forge.plugins.documents.retrieval import count_terms
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.text_turns import text_turn
 from cartridge_forge.plugins.library.formats.base_model import model_name, read_base
-from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile, Provenance
+from cartridge_forge.plugins.library.formats.cartridge_file import (
+    CartridgeFile,
+    Provenance,
+    source_of,
+)
 from cartridge_forge.plugins.library.terms import Passages
-from cartridge_forge.protocols.records.run_files import source_of
 from cartridge_forge.protocols.step import NO_DOCUMENT, Sample
 
 HELD_OUT = 16  # prompts about a cartridge's documents

@@ -9,7 +9,7 @@ from typing import Any
 from cartridge_forge.plugins.documents.rows.reading import RowSet
 from cartridge_forge.plugins.documents.rows.records import DatasetRow
 from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
-from cartridge_forge.plugins.episodes.spec.problems import OF_DOCUMENTS
+from cartridge_forge.plugins.environments.spec import OF_DOCUMENTS
 from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.plugins.statistics.formatting import TableSection, facts
 from cartridge_forge.protocols.errors import DataError

@@ -22,7 +22,13 @@ from cartridge_forge.forge_run.plan.roofline import (
     Workload,
     divided,
 )
-from cartridge_forge.forge_run.preflight import resolved_place, slow_products, unmet
+from cartridge_forge.forge_run.preflight import (
+    plane_reason,
+    publish_reason,
+    resolved_place,
+    slow_products,
+    unmet,
+)
 from cartridge_forge.learning.decoder_config import decoder_config
 from cartridge_forge.plugins.cluster.manifests.sizing import (
     TRAINER_BYTES,
@@ -109,8 +115,8 @@ def _run_section(spec: RunSpec) -> TableSection:
             ("model", f"{spec.learn.model.path}, {spec.learn.model.dtype}"),
             ("data", _data_text(RsaLearn.of(spec.learn))),
             ("run directory", f"{spec.default_run_root}/<run>"),
-            ("tensor plane", f"{mesh.carrier}: {mesh.carrier_reason}"),
-            *([] if mesh.hosts.kind == "local" else [("publish", mesh.publish_reason)]),
+            ("tensor plane", f"{mesh.carrier}: {plane_reason(mesh)}"),
+            *([] if mesh.hosts.kind == "local" else [("publish", publish_reason(mesh))]),
             (
                 "time-outs",
                 f"{mesh.call_timeout_s:g} s a call, {mesh.spawn_timeout_s:g} s of a start without "

@@ -76,6 +76,8 @@ def started(spec: RunSpec) -> tuple[RunSpec, list[str]]:
         labelled["others"] = {"init": learn.cartridge.fresh}
     counts = {one.frozen for one in cartridges.values()}
     if learn.cartridge.frozen is None and len(counts) == 1:
-        changed = learn.with_start(learn.cartridge.start, *counts)
-        spec = spec.model_copy(update={"learn": changed})
+        update = {"init": learn.cartridge.start, "frozen": counts.pop()}
+        cartridge = learn.cartridge.model_copy(update=update)
+        learn = learn.model_copy(update={"cartridge": cartridge})
+        spec = spec.model_copy(update={"learn": learn})
     return spec, list(start_lines(labelled))

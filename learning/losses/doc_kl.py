@@ -82,7 +82,11 @@ class DocKL(LossChannel):
             tokens.at, lambda chunk, span: _read(chunk, teacher.rows(span), self.spec)
         )
         targets = logits.targets[tokens.at]  # [n]
-        tokens_behind = refused_before(_by_sample(tokens.items, micro.batch.doc), teacher, targets)
+        texts = [
+            (len(trained), not s.verified and any(v != OFFLINE_VERSION for v in s.versions))
+            for s, trained in ((micro.batch.doc[i], trained) for i, trained in tokens.items)
+        ]
+        tokens_behind = refused_before(texts, teacher, targets)
         return LossTerm(
             kl, teacher.tokens * _counted_as(teacher, self.spec), len(kl), owners=tokens.owners,
             facts={"student_mass": masses[0].sum()} if masses else {},
@@ -109,15 +113,6 @@ def student_mass(student: Tensor, teacher: TeacherDistribution) -> Tensor:
     logits = student.float()
     entries = logits.gather(-1, teacher.indices.long().to(logits.device))  # [N, k]
     return (entries - logits.logsumexp(-1, keepdim=True)).exp().sum(-1)
-
-
-def _by_sample(items: Sequence[Item], samples: Sequence[Sample]) -> list[tuple[int, bool]]:
-    """Return of each item its number of tokens, and whether the student wrote the sample alone."""
-    texts = ((samples[i], len(tokens)) for i, tokens in items)
-    return [
-        (count, not s.verified and any(v != OFFLINE_VERSION for v in s.versions))
-        for s, count in texts
-    ]
 
 
 @torch.no_grad()

@@ -21,7 +21,11 @@ import torch
 from torch import Tensor
 
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.grammar import MAX_GRAMMAR_BYTES, MAX_GRAMMAR_DEPTH, ResponseGrammar
+from cartridge_forge.protocols.response_rules import (
+    MAX_GRAMMAR_BYTES,
+    MAX_GRAMMAR_DEPTH,
+    ResponseGrammar,
+)
 
 KEPT = 64  # compiled grammars; the responses of one request share theirs
 # Blanks as json.dumps writes them and nowhere else: where any number may stand, a model that is

@@ -13,8 +13,8 @@ from itertools import zip_longest
 
 from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Episode, Observation, Task
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
-from cartridge_forge.plugins.episodes.environments.monitors import flagged
-from cartridge_forge.plugins.episodes.environments.rollout import (
+from cartridge_forge.plugins.environments.monitors import flagged
+from cartridge_forge.plugins.environments.rollout import (
     Ended,
     Moving,
     resets,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from cartridge_forge.plugins.chat.episodes import Episode, TurnHint
 from cartridge_forge.plugins.chat.messages import AgentMessage, ReplayState, TextAction
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
-from cartridge_forge.plugins.episodes.environments.hints import (
+from cartridge_forge.plugins.environments.hints import (
     FailedTurn,
     checked_hint,
     expected_of,

@@ -18,8 +18,8 @@ from pydantic import TypeAdapter
 from cartridge_forge.plugins.chat import messages as teacher_replay
 from cartridge_forge.plugins.chat.messages import PanelVerdict, ReplayState
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
-from cartridge_forge.plugins.episodes.environments.action_parsing import ActionFormat
-from cartridge_forge.plugins.episodes.environments.training_signals import training_pair
+from cartridge_forge.plugins.environments.action_parsing import ActionFormat
+from cartridge_forge.plugins.environments.training_signals import training_pair
 from cartridge_forge.plugins.objectives.policy_scores import is_stale
 from cartridge_forge.plugins.replay.client import TeacherReplayClient
 from cartridge_forge.plugins.replay.prompts import state_hash

@@ -28,6 +28,29 @@ from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.chat.rollouts import drawn_steps, hash_of, refill_counts
 from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
 from cartridge_forge.plugins.documents.study.verified import opened
+from cartridge_forge.plugins.environments.episode_files import (
+    all_failed,
+    commonest_reason,
+    not_judged,
+    to_row,
+)
+from cartridge_forge.plugins.environments.hints import expected_of
+from cartridge_forge.plugins.environments.monitors import count_flags, environment_counts
+from cartridge_forge.plugins.environments.rollout import (
+    Ended,
+    Moving,
+    over_cartridge,
+    over_document,
+)
+from cartridge_forge.plugins.environments.script import play_script
+from cartridge_forge.plugins.environments.single_turn import answer_rows
+from cartridge_forge.plugins.environments.training_signals import (
+    branch_samples,
+    hinted_turns,
+    replay_states,
+    rl_samples,
+    turn_samples,
+)
 from cartridge_forge.plugins.episodes.ahead import (
     GroupsAhead,
     JoinedGenerate,
@@ -35,37 +58,13 @@ from cartridge_forge.plugins.episodes.ahead import (
     oldest_version,
 )
 from cartridge_forge.plugins.episodes.clients import EnvironmentClient
-from cartridge_forge.plugins.episodes.environments.episode_files import (
-    all_failed,
-    commonest_reason,
-    not_judged,
-    to_row,
-)
-from cartridge_forge.plugins.episodes.environments.hints import expected_of
-from cartridge_forge.plugins.episodes.environments.monitors import count_flags, environment_counts
-from cartridge_forge.plugins.episodes.environments.rollout import (
-    Ended,
-    Moving,
-    over_cartridge,
-    over_document,
-)
-from cartridge_forge.plugins.episodes.environments.script import play_script
-from cartridge_forge.plugins.episodes.environments.single_turn import answer_rows
-from cartridge_forge.plugins.episodes.environments.training_signals import (
-    branch_samples,
-    hinted_turns,
-    replay_states,
-    rl_samples,
-    turn_samples,
-)
 from cartridge_forge.plugins.episodes.episode_play import EpisodePlay, in_groups
 from cartridge_forge.plugins.episodes.hint_writers import HintWriter
 from cartridge_forge.plugins.episodes.losses.advantages import varying
 from cartridge_forge.plugins.episodes.preferences import AskedState, PreferenceQueue
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
-from cartridge_forge.plugins.episodes.task_sources.base import TaskSource
+from cartridge_forge.plugins.episodes.task_sources.base import TaskSource, open_tasks
 from cartridge_forge.plugins.episodes.task_sources.handbook import HandbookTasks, RuleRewards
-from cartridge_forge.plugins.episodes.task_sources.opening import open_tasks
 from cartridge_forge.plugins.episodes.task_sources.rewards import EpisodeRewards
 from cartridge_forge.plugins.episodes.verified_turns import VerifiedTurns
 from cartridge_forge.plugins.replay.ledger import RunSpending

@@ -47,9 +47,9 @@ from cartridge_forge.plugins.statistics.intervals import (
     resamples,
     wilson_interval,
 )
+from cartridge_forge.plugins.statistics.results import Agreement
 from cartridge_forge.protocols.errors import PublishError
 from cartridge_forge.protocols.records.answers import Answer, to_row
-from cartridge_forge.protocols.records.run_files import Agreement
 from cartridge_forge.protocols.step import (
     BARE,
     SEPARATOR,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NotRequired, TypedDict
 
-from cartridge_forge.protocols.records.run_files import Agreement
+from cartridge_forge.plugins.statistics.results import Agreement
 
 
 class Perplexity(TypedDict):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from cartridge_forge.plugins.host.memory_directory import MemoryDirectory, file_of, keys_in
+from cartridge_forge.plugins.host.directories import MemoryDirectory, file_of, keys_in
 from cartridge_forge.protocols.errors import PlaneError
 from cartridge_forge.protocols.step import TensorRef
 from cartridge_forge.services.planes.codec import (

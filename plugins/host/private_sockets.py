@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cartridge_forge.plugins.host.owned_directory import owned_directory
+from cartridge_forge.plugins.host.directories import owned_directory
 from cartridge_forge.protocols.errors import RunError
 
 LIBRARY = "monarch._rust_bindings"

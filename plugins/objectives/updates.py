@@ -45,7 +45,7 @@ def run_updates(
     """
     learning = {_cartridge(s) for s in (*batch.doc, *(r.sample for r in batch.rl), *batch.pairs)}
     learning |= {_cartridge(item) for items in batch.extra.values() for item in items}
-    saved = {name: part.hold() for name, part in progress.items() if name in learning}
+    saved = {n: ProgressCopy.of(part) for n, part in progress.items() if n in learning}
     outputs: list[TrainStepOutput] = []
 
     def draws(cartridge: str, n: int) -> random.Random:
@@ -57,10 +57,37 @@ def run_updates(
             for part in divide(batch, minibatches, partial(draws, n=n)):
                 outputs.append(update(part, not outputs))
     except BaseException:
-        for name, state in saved.items():
-            progress[name].take_back(state)
+        for name, copies in saved.items():
+            copies.restore(progress[name])
         raise
     return joined_output(outputs, passes)
+
+
+@dataclass(frozen=True)
+class ProgressCopy:
+    """Hold copies of what one optimizer update changes."""
+
+    numbers: Tensor
+    moments: Mapping[str, Tensor]
+    balance: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, progress: CartridgeProgress) -> ProgressCopy:
+        """Return copies of a cartridge's progress."""
+        return cls(
+            progress.parameter.detach().clone(),
+            {name: tensor.clone() for name, tensor in progress.moments.items()},
+            {} if progress.balance is None else progress.balance.state(),
+        )
+
+    def restore(self, progress: CartridgeProgress) -> None:
+        """Set the progress to what was copied."""
+        with torch.no_grad():
+            progress.parameter.copy_(self.numbers)
+        progress.parameter.grad = None
+        progress.moments = dict(self.moments)
+        if progress.balance is not None:
+            progress.balance.restore(self.balance)
 
 
 @dataclass

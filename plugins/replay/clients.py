@@ -20,6 +20,7 @@ import httpx2
 from pydantic import SecretStr
 
 from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.wire.foreign import MOST_BYTES, stays
 from cartridge_forge.plugins.replay.prompts import (
     ANSWER_SCHEMA,
     ATTEMPT_HEADER,
@@ -37,7 +38,6 @@ from cartridge_forge.plugins.replay.replies import (
     read_message,
 )
 from cartridge_forge.plugins.replay.spec import OFFICIAL_URLS, Provider, ReplayTeacherSpec
-from cartridge_forge.plugins.wire.foreign import MOST_BYTES, stays
 from cartridge_forge.protocols.secrets import SHORTEST, read_secret
 
 NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout, httpx2.ProxyError)

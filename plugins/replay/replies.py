@@ -28,9 +28,9 @@ from dataclasses import replace
 from typing import Any
 
 from cartridge_forge.plugins.chat.messages import TeacherUsage
+from cartridge_forge.plugins.chat.wire.foreign import count, number, read_json, value_of
 from cartridge_forge.plugins.replay.budget import ANSWERED, reported
 from cartridge_forge.plugins.replay.prompts import TeacherReply
-from cartridge_forge.plugins.wire.foreign import count, number, read_json, value_of
 
 UNREADABLE = "unreadable"
 UNFINISHED = "unfinished"  # it ended for a reason that leaves it incomplete

@@ -25,8 +25,8 @@ from cartridge_forge.plugins.clinic.text import (
     sentence_ends,
 )
 from cartridge_forge.plugins.documents.study.longhealth import read_patients
-from cartridge_forge.plugins.episodes.environments.problems import clinic_problem
-from cartridge_forge.plugins.episodes.spec.problems import OF_DOCUMENTS
+from cartridge_forge.plugins.environments.problems import clinic_problem
+from cartridge_forge.plugins.environments.spec import OF_DOCUMENTS
 from cartridge_forge.plugins.episodes.task_sources.base import PRIMER, PRIMER_TEXT
 from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.plugins.strategies.rsa.populations import RSAProblem

@@ -21,30 +21,26 @@ from cartridge_forge.plugins.chat.episodes import Episode, Observation, Task, Tu
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.chat.rollouts import hash_of, refill_counts
+from cartridge_forge.plugins.environments.episode_files import all_failed, to_row
+from cartridge_forge.plugins.environments.training_signals import rl_samples, turn_samples
 from cartridge_forge.plugins.episodes.ahead import (
     GroupsAhead,
     JoinedGenerate,
     joined_generate,
     oldest_version,
 )
-from cartridge_forge.plugins.episodes.environments.episode_files import all_failed, to_row
-from cartridge_forge.plugins.episodes.environments.training_signals import rl_samples, turn_samples
 from cartridge_forge.plugins.episodes.losses.advantages import varying
 from cartridge_forge.plugins.rsa.client import RSAAggregatorClient
 from cartridge_forge.plugins.rsa.problems import ProblemSource, open_source
 from cartridge_forge.plugins.rsa.rollouts import CandidateRecord, PlayedRun, RSAStart, play
 from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.plugins.statistics.intervals import SHARE, mean_interval
+from cartridge_forge.plugins.statistics.results import AggregationGain, PopulationMeans
 from cartridge_forge.plugins.strategies.rsa.populations import RSAProblem, reward
 from cartridge_forge.protocols.errors import DataError, RunError
 from cartridge_forge.protocols.layout import layout_of
 from cartridge_forge.protocols.records.answers import Answer, KeepAnswers
-from cartridge_forge.protocols.records.run_files import (
-    AggregationGain,
-    ArmResult,
-    MeasuredAccuracy,
-    PopulationMeans,
-)
+from cartridge_forge.protocols.records.run_files import ArmResult, MeasuredAccuracy
 from cartridge_forge.protocols.step import (
     BARE,
     NO_DOCUMENT,

@@ -17,8 +17,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
+from cartridge_forge.plugins.environments.spec import OF_DOCUMENTS, ProblemsSpec
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
-from cartridge_forge.plugins.episodes.spec.problems import OF_DOCUMENTS, ProblemsSpec
 from cartridge_forge.plugins.strategies.spec import shape_fault
 from cartridge_forge.protocols.spec.base import Rule, SpecSection
 from cartridge_forge.protocols.spec.learn import RoleFacts

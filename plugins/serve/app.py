@@ -13,10 +13,10 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from cartridge_forge.plugins.chat.wire.errors import ApiError, AsciiJSON, bad_request
 from cartridge_forge.plugins.serve.access.audit import AuditLog
 from cartridge_forge.plugins.serve.access.keys import ApiKeyMiddleware, HostMiddleware, written_down
 from cartridge_forge.plugins.serve.backend import ServerConfig
-from cartridge_forge.plugins.serve.errors import ApiError, AsciiJSON, bad_request
 from cartridge_forge.plugins.serve.handler import RequestHandler
 from cartridge_forge.plugins.serve.middleware import BodyLimitMiddleware, MetricsMiddleware
 from cartridge_forge.plugins.serve.routes.admin import admin_routes

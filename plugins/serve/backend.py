@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from cartridge_forge.plugins.decoding.verified.cost import DraftGain, ServedLoad
 from cartridge_forge.plugins.library.store import CartridgeStore
 from cartridge_forge.plugins.serve.access.keys import ApiKey
 from cartridge_forge.plugins.serve.request import ServingRequest, StrategyRequest
 from cartridge_forge.plugins.serve.spec import HttpSpec, HubSpec, VerifySpec
 from cartridge_forge.plugins.serve.tokenization import Tokenization
-from cartridge_forge.plugins.serve.verification_cost import DraftGain, ServedLoad
 from cartridge_forge.plugins.strategies.problem import StrategyCost, StrategyResult
 from cartridge_forge.protocols.ports import TokenChunk
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef

@@ -24,6 +24,18 @@ from typing import Any, TypeVar
 
 from starlette.types import Scope
 
+from cartridge_forge.plugins.chat.wire.anthropic_messages import MessagesRequest
+from cartridge_forge.plugins.chat.wire.detokenizer import Detokenizer, TextPiece
+from cartridge_forge.plugins.chat.wire.errors import ApiError, refusing
+from cartridge_forge.plugins.chat.wire.openai_chat import (
+    CartridgeInfo,
+    ChoicePassages,
+    ForgeExtension,
+    RoutedInfo,
+    StrategyInfo,
+    SupportingText,
+    usage,
+)
 from cartridge_forge.plugins.decoding.grammar import Grammars
 from cartridge_forge.plugins.documents.study.support import supporting_passages
 from cartridge_forge.plugins.serve.access.admission import Admission, RequestCost, TokenReservation
@@ -33,7 +45,6 @@ from cartridge_forge.plugins.serve.access.keys import CALLER, Caller, peer_of
 from cartridge_forge.plugins.serve.apis.hub import HubCartridges
 from cartridge_forge.plugins.serve.apis.tokasaurus import CartridgeFields
 from cartridge_forge.plugins.serve.backend import ServerConfig
-from cartridge_forge.plugins.serve.detokenizer import Detokenizer, TextPiece
 from cartridge_forge.plugins.serve.engine.resident_cartridges import ResidentCartridges
 from cartridge_forge.plugins.serve.engine.verification import (
     VERIFY_HEADER,
@@ -43,7 +54,6 @@ from cartridge_forge.plugins.serve.engine.verification import (
     scoring_request,
     stored_text,
 )
-from cartridge_forge.plugins.serve.errors import ApiError, refusing
 from cartridge_forge.plugins.serve.metrics import ServingMetrics
 from cartridge_forge.plugins.serve.middleware import end
 from cartridge_forge.plugins.serve.request import ServingRequest, StrategyRequest, requests_of
@@ -54,16 +64,6 @@ from cartridge_forge.plugins.serve.structured.call_reading import (
     CalledTools,
     CallReader,
     with_calls,
-)
-from cartridge_forge.plugins.wire.anthropic_messages import MessagesRequest
-from cartridge_forge.plugins.wire.openai_chat import (
-    CartridgeInfo,
-    ChoicePassages,
-    ForgeExtension,
-    RoutedInfo,
-    StrategyInfo,
-    SupportingText,
-    usage,
 )
 from cartridge_forge.protocols.errors import DataError, EngineKilledError, ForgeError, RunError
 from cartridge_forge.protocols.ports import TokenChunk

@@ -17,8 +17,13 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import AppStatus
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cartridge_forge.plugins.chat.wire.errors import (
+    MESSAGES_PATH,
+    RESPONSES_PATH,
+    ApiError,
+    plain_json,
+)
 from cartridge_forge.plugins.serve.access.connections import UPLOAD_SECONDS, UPLOADS
-from cartridge_forge.plugins.serve.errors import MESSAGES_PATH, RESPONSES_PATH, ApiError, plain_json
 from cartridge_forge.plugins.serve.metrics import ServingMetrics
 from cartridge_forge.plugins.serve.spec import HttpSpec
 

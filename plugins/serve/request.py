@@ -9,13 +9,12 @@ from datetime import datetime
 from typing import Any, Literal
 
 from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.library.formats.cartridge_file import date_of
 from cartridge_forge.plugins.library.store import CartridgeVersion
 from cartridge_forge.plugins.serve.routing import RoutedChoice
 from cartridge_forge.plugins.serve.structured.tools import ToolOffer
 from cartridge_forge.plugins.serve.tokenization import TokenizedPrompt
-from cartridge_forge.protocols.grammar import ResponseGrammar
-from cartridge_forge.protocols.logit_rules import LogitRules
-from cartridge_forge.protocols.records.run_files import date_of
+from cartridge_forge.protocols.response_rules import LogitRules, ResponseGrammar
 from cartridge_forge.protocols.step import (
     Draft,
     GenerateRequest,

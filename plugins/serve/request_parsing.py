@@ -10,6 +10,15 @@ from typing import cast
 
 from cartridge_forge.learning.draws import LEAST_MASS
 from cartridge_forge.plugins.chat.messages import AgentMessage
+from cartridge_forge.plugins.chat.wire.anthropic_messages import MessagesRequest
+from cartridge_forge.plugins.chat.wire.errors import ApiError, bad_request, refusing
+from cartridge_forge.plugins.chat.wire.openai_chat import (
+    ChatRequest,
+    CompletionRequest,
+    ForgeOptions,
+    SamplingFields,
+)
+from cartridge_forge.plugins.chat.wire.openai_responses import ResponsesRequest
 from cartridge_forge.plugins.decoding.grammar import Grammars
 from cartridge_forge.plugins.library.names import (
     AUTO,
@@ -30,7 +39,6 @@ from cartridge_forge.plugins.serve.apis.tokasaurus import (
 )
 from cartridge_forge.plugins.serve.apis.translation import ChatFields, renaming
 from cartridge_forge.plugins.serve.backend import ServerConfig
-from cartridge_forge.plugins.serve.errors import ApiError, bad_request, refusing
 from cartridge_forge.plugins.serve.request import (
     ServingRequest,
     StrategyRequest,
@@ -42,17 +50,8 @@ from cartridge_forge.plugins.serve.routing import CartridgeRouter, RoutedChoice,
 from cartridge_forge.plugins.serve.structured.grammars import grammar_of
 from cartridge_forge.plugins.serve.structured.tools import ToolOffer, messages_of, offer_of
 from cartridge_forge.plugins.serve.tokenization import TokenizedPrompt
-from cartridge_forge.plugins.wire.anthropic_messages import MessagesRequest
-from cartridge_forge.plugins.wire.openai_chat import (
-    ChatRequest,
-    CompletionRequest,
-    ForgeOptions,
-    SamplingFields,
-)
-from cartridge_forge.plugins.wire.openai_responses import ResponsesRequest
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.grammar import ResponseGrammar
-from cartridge_forge.protocols.logit_rules import LogitRules
+from cartridge_forge.protocols.response_rules import LogitRules, ResponseGrammar
 from cartridge_forge.protocols.step import Sampling
 
 DEFAULT_TOKENS = 16  # of a completion, OpenAI's default

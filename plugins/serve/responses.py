@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from cartridge_forge.plugins.serve.detokenizer import CallPiece, TextPiece, TokenRecord
-from cartridge_forge.plugins.serve.tokenization import EchoedPrompt
-from cartridge_forge.plugins.wire.openai_chat import (
+from cartridge_forge.plugins.chat.wire.detokenizer import CallPiece, TextPiece, TokenRecord
+from cartridge_forge.plugins.chat.wire.openai_chat import (
     AnswerMessage,
     ChatChoice,
     ChatChunk,
@@ -24,7 +23,8 @@ from cartridge_forge.plugins.wire.openai_chat import (
     TokenUsage,
     TopLogprob,
 )
-from cartridge_forge.plugins.wire.openai_tools import AnsweredCall, AnsweredFunction
+from cartridge_forge.plugins.chat.wire.openai_tools import AnsweredCall, AnsweredFunction
+from cartridge_forge.plugins.serve.tokenization import EchoedPrompt
 from cartridge_forge.protocols.step import Completion
 
 Item = TypeVar("Item")

@@ -20,7 +20,7 @@ from typing import Any
 from cartridge_forge.learning.model.control_tokens import special_tokens
 from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
-from cartridge_forge.plugins.serve.errors import bad_request, refusing
+from cartridge_forge.plugins.chat.wire.errors import bad_request, refusing
 from cartridge_forge.plugins.serve.spec import CallFormatName
 from cartridge_forge.plugins.serve.structured.call_formats import (
     FORMATS,

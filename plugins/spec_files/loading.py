@@ -50,7 +50,7 @@ from cartridge_forge.plugins.spec_files.yaml_source import (
     read_yaml,
 )
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.secrets import HIDDEN, SHORTEST, has_password
+from cartridge_forge.protocols.secrets import HIDDEN, IN_ADDRESS, SHORTEST
 from cartridge_forge.protocols.spec.base import JoinedSection, PathRule
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.mesh import MeshSpec, RunSpec
@@ -302,7 +302,7 @@ def _with_passwords(value: Any, key: Key) -> Iterator[Key]:
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
             yield from _with_passwords(inner, (*key, index))
-    elif isinstance(value, str) and has_password(value):
+    elif isinstance(value, str) and IN_ADDRESS.search(value):
         yield key
 
 

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from cartridge_forge.plugins.statistics.intervals import resamples
+from cartridge_forge.plugins.statistics.results import GoldArm, GoldResults
 from cartridge_forge.protocols.records.answers import AnswerRow
-from cartridge_forge.protocols.records.run_files import ARMS, GoldArm, GoldResults
+from cartridge_forge.protocols.records.run_files import ARMS
 
 RESAMPLES, SEED = 2000, 0
 MOST_SHOWN = 20  # questions shown side by side

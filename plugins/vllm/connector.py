@@ -42,8 +42,7 @@ from cartridge_forge.plugins.decoding.grammar import Grammars
 from cartridge_forge.plugins.library.models.frequencies import frequencies_of
 from cartridge_forge.plugins.vllm.draws import GrammarFollower, SeededRow, leave_drawn
 from cartridge_forge.plugins.vllm.kv_layout import KVFill, PromptCartridge, kv_heads, pieces, slots
-from cartridge_forge.protocols.grammar import ResponseGrammar
-from cartridge_forge.protocols.logit_rules import LogitRules
+from cartridge_forge.protocols.response_rules import LogitRules, ResponseGrammar
 from cartridge_forge.protocols.step import Sampling
 
 LOADED = "cartridges"  # key in kv_transfer_params: [name, since, P] of each, in order

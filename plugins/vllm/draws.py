@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cartridge_forge.learning.draws import draw, leave_likely, penalise
 from cartridge_forge.plugins.decoding.grammar import GrammarMatcher
-from cartridge_forge.protocols.logit_rules import LogitRules
+from cartridge_forge.protocols.response_rules import LogitRules
 from cartridge_forge.protocols.step import Sampling
 
 

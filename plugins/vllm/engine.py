@@ -64,7 +64,7 @@ GIB = 1024**3
 
 
 class VllmEngine:
-    """Implement `plugins.serve.engine.engine_thread.Engine`, one per process: vLLM has global
+    """Implement `plugins.decoding.engine_thread.Engine`, one per process: vLLM has global
     state."""
 
     def __init__(

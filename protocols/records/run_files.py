@@ -146,62 +146,6 @@ class RolloutRow:
     masked: tuple[int, ...] = ()
 
 
-class PopulationMeans(TypedDict):
-    """Hold the results of recursive self-aggregation: means over the questions.
-
-    `{"accuracy": [0.52, 0.61, 0.66], "majority_vote": 0.7, "pass_at_n": 0.81}`: `accuracy` is the
-    share of right candidates in each population, the others are of the last.
-    """
-
-    accuracy: list[float]
-    majority_vote: float
-    pass_at_n: float
-
-
-class Agreement(TypedDict):
-    """Measure how near an arm is to the teacher, token by token on the teacher's answers.
-
-    `{"kl": 0.21, "kl_ci95": [0.17, 0.25], "top1": 0.83, "tokens": 1210}`: `kl` estimates KL(T || S)
-    in nats a token; `top1` is the share of tokens at which both have the same most likely token.
-    Both are means over questions.
-    """
-
-    kl: float
-    kl_ci95: list[float]
-    top1: float
-    tokens: int
-
-
-class RoutingAccuracy(TypedDict):
-    """Hold how often the router finds a held-out question's own cartridge by its words, with the
-    Wilson interval: `{"accuracy": 0.97, "ci95": [0.936, 0.986], "n": 200}`."""
-
-    accuracy: float
-    ci95: list[float]
-    n: int
-
-
-class RuleObedience(TypedDict):
-    """Hold the share of n held-out tasks that obey a rule of a handbook, with Wilson's 95%
-    interval: `{"obeyed": 0.75, "ci95": [0.47, 0.91], "n": 12}`."""
-
-    obeyed: float
-    ci95: list[float]
-    n: int
-
-
-class EpisodeMeans(TypedDict, total=False):
-    """Hold the mean reward of held-out episodes with its 95% interval, where a spec has rewards.
-
-    Of a handbook's tasks, `rules` has the obedience to each rule, by the tasks' number of turns;
-    `all` counts tasks that obey all of their rules: `{"all": {"1": .., "12": ..}, "short": ..}`.
-    """
-
-    reward: float
-    reward_ci95: list[float]
-    rules: dict[str, dict[str, RuleObedience]]
-
-
 class MeasuredAccuracy(TypedDict):
     """Hold the accuracy on n held-out questions. Answers that name no option are `parse_failures`
     and count as wrong.
@@ -209,21 +153,21 @@ class MeasuredAccuracy(TypedDict):
     `{"accuracy": 0.88, "ci95": [0.828, 0.918], "n": 200, "parse_failures": 1}`. With `populations`
     the accuracy is that of the last population, and parse failures count its candidates. With
     `agreement` alone the accuracy is the share of tokens in it; with `f1` too, it is that of a
-    user's own questions. `reward`, `reward_ci95` and `rules` are those of
-    `EpisodeMeans`. Episodes that an environment or a reward failed to judge are `not_judged`, with
-    `why_not`, and not among the n.
+    user's own questions. The other mappings are of plug-ins (`plugins.statistics.results`).
+    Episodes that an environment or a reward failed to judge are `not_judged`, with `why_not`, and
+    not among the n.
     """
 
     accuracy: float
     ci95: list[float]
     n: int
     parse_failures: int
-    populations: NotRequired[PopulationMeans]
-    agreement: NotRequired[Agreement]
+    populations: NotRequired[Mapping[str, Any]]
+    agreement: NotRequired[Mapping[str, Any]]
     f1: NotRequired[float]
     reward: NotRequired[float]
     reward_ci95: NotRequired[list[float]]
-    rules: NotRequired[dict[str, dict[str, RuleObedience]]]
+    rules: NotRequired[Mapping[str, Any]]
     not_judged: NotRequired[int]
     why_not: NotRequired[str]
 
@@ -233,7 +177,7 @@ class ArmResult(MeasuredAccuracy):
     on_policy has the router's accuracy on the same questions, if there are several cartridges."""
 
     sampled: MeasuredAccuracy | None
-    routing: NotRequired[RoutingAccuracy]
+    routing: NotRequired[Mapping[str, Any]]
 
 
 class KlResult(TypedDict):
@@ -255,21 +199,6 @@ class VerifiedResult(TypedDict):
     taught: int
     first: float
     last: float
-
-
-class AggregationGain(TypedDict):
-    """Hold what training gained, as on_policy minus untrained: `{"last": 0.2, "first": 0.08,
-    "aggregation": 0.12, "share": 0.6}`.
-
-    `last` and `first` are the gains of the last and first population. `aggregation` is their
-    difference, which is due to aggregation; `share` is its share of `last`, None where nothing was
-    gained.
-    """
-
-    last: float
-    first: float
-    aggregation: float
-    share: float | None
 
 
 class Compression(TypedDict):
@@ -297,24 +226,6 @@ class CpuShare(TypedDict):
     share: float
 
 
-class GoldArm(TypedDict):
-    """Hold an arm's mean negative log-probability of the gold answers, nats a token, and the share
-    of the gap that it closes with its 95% interval, None where there is no gap:
-    `{"nll": 2.31, "closed": 0.62, "ci95": [0.51, 0.7]}`."""
-
-    nll: float
-    closed: float | None
-    ci95: list[float] | None
-
-
-class GoldResults(TypedDict):
-    """Hold the arms' results on the `n` questions that all of them answered."""
-
-    n: int
-    documents: int
-    arms: dict[str, GoldArm]
-
-
 class RunResults(TypedDict):
     """Hold results.json. A run that ended early has only the arms that it measured.
 
@@ -338,14 +249,13 @@ class RunResults(TypedDict):
     step_seconds: NotRequired[dict[str, float]]  # not in files written before it was kept
     status: RunOutcome
     warm_steps: NotRequired[int]
-    aggregation: NotRequired[AggregationGain]
-    gold: NotRequired[GoldResults]
+    aggregation: NotRequired[Mapping[str, Any]]
+    gold: NotRequired[Mapping[str, Any]]
     cpu: NotRequired[CpuShare]
     verified: NotRequired[VerifiedResult]
 
 
 CHAT_FILE = "chat.json"  # of a run directory
-CHAT_DATE = "chat_date"  # in the source of a cartridge
 
 
 def write_date(run: Path, date: datetime) -> None:
@@ -369,21 +279,7 @@ def read_date(run: Path) -> datetime | None:
         ) from error
 
 
-def source_of(date: datetime | None) -> dict[str, str]:
-    """Return the entry of a cartridge's source that keeps a date; {} for none."""
-    return {} if date is None else {CHAT_DATE: date.isoformat(timespec="seconds")}
-
-
 def share_name(measured: Mapping[str, Any]) -> str:
     """Return what an arm's share of right answers is: the agreement with the teacher where no
     answers are known, else the accuracy."""
     return "agreement" if "agreement" in measured and "f1" not in measured else "accuracy"
-
-
-def date_of(source: Mapping[str, Any]) -> datetime | None:
-    """Return the date that a cartridge's source keeps; None where it keeps none that can be
-    read."""
-    try:
-        return datetime.fromisoformat(source[CHAT_DATE])
-    except (KeyError, TypeError, ValueError):
-        return None

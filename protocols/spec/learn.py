@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from cartridge_forge.protocols.plugins import Kind
 from cartridge_forge.protocols.spec.base import JoinedSection, Rule, SpecSection, broken
-from cartridge_forge.protocols.spec.cartridge import CartridgeSpec, StartSpec
+from cartridge_forge.protocols.spec.cartridge import CartridgeSpec
 from cartridge_forge.protocols.spec.model import ModelSpec
 from cartridge_forge.protocols.spec.sections import (
     EvaluateSpec,
@@ -104,12 +104,6 @@ class LearnSpec(JoinedSection):
     def role_arguments(self, name: str, run: RoleFacts) -> tuple[Any, ...]:
         """Return the constructor arguments of the actor of a plug-in's role."""
         raise KeyError(name)
-
-    def with_start(self, start: StartSpec, frozen: int | None = None) -> Self:
-        """Return the config with another `cartridge.init`, and `cartridge.frozen` if it is
-        given."""
-        changed = {"init": start, **({} if frozen is None else {"frozen": frozen})}
-        return self.model_copy(update={"cartridge": self.cartridge.model_copy(update=changed)})
 
     @model_validator(mode="after")
     def _across(self) -> Self:

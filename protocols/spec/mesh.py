@@ -29,7 +29,7 @@ from pydantic import (
     field_validator,
 )
 
-from cartridge_forge.protocols.packages import install_command, is_missing
+from cartridge_forge.protocols.packages import is_missing
 from cartridge_forge.protocols.plugins import Kind, installed
 from cartridge_forge.protocols.spec.base import (
     AsTuple,
@@ -323,20 +323,6 @@ class MeshSpec(JoinedSection):
         return self.hosts.kind == "kubernetes" or len(self.hosts.addresses) > 1
 
     @property
-    def publish_reason(self) -> str:
-        """Return how cartridges are published, and why, for people."""
-        how = "relayed" if self.relays else "direct"
-        if self.publish != "auto":
-            return f"{how}: asked for"
-        if self.hosts.kind == "local":
-            return f"{how}: all readers are on this host"
-        if self.relays:
-            return f"{how}: each host gets them once, and hands them on"
-        if self.hosts.kind == "slurm":
-            return f"{how}: Slurm's nodes tell no address for a relay"
-        return f"{how}: there is one host"
-
-    @property
     def model_on_gpus(self) -> bool:
         """Return whether a role that loads the base model has GPUs."""
         return any(self.roles[role].gpus for role in MODEL_ROLES)
@@ -344,26 +330,15 @@ class MeshSpec(JoinedSection):
     @property
     def carrier(self) -> Literal["torchstore", "shared_memory"]:
         """Return the tensor plane that is used."""
-        if self.plane != "auto" and not self._lacks_torchstore:
+        if self.plane != "auto" and not self.lacks_torchstore:
             return self.plane
         return "shared_memory" if self.hosts.kind == "local" else "torchstore"
 
     @property
-    def _lacks_torchstore(self) -> bool:
+    def lacks_torchstore(self) -> bool:
+        """Return whether shared memory stands in for torchstore, which is not installed."""
         one_host = self.plane == "torchstore" and self.hosts.kind == "local"
         return one_host and is_missing("torchstore")
-
-    @property
-    def carrier_reason(self) -> str:
-        """Return why that plane is used, for people."""
-        if self._lacks_torchstore:
-            command = install_command("torchstore")
-            return f"torchstore is not installed ({command}), and all processes are on this host"
-        if self.plane != "auto":
-            return "asked for"
-        if self.hosts.kind == "local":
-            return "all processes are on this host, and map one copy"
-        return f"hosts.kind is {self.hosts.kind}, and shared memory is one host's"
 
 
 class RunSpec(SpecSection):

@@ -20,7 +20,7 @@ from verl.trainer.ppo.core_algos import agg_loss, register_adv_est, register_pol
 
 from cartridge_forge.plugins.episodes.losses.advantages import group_advantages
 from cartridge_forge.plugins.episodes.losses.grpo import grpo
-from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.episodes.spec.objective import GrpoSpec
 
 BASELINES: tuple[str, ...] = get_args(GrpoSpec.model_fields["baseline"].annotation)
 Ratio = Literal["token", "sequence"]

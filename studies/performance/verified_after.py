@@ -22,8 +22,12 @@ from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.teacher import document_kv
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
-from cartridge_forge.plugins.serve.engine.verification import ServedDocument, scoring_request
-from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling, document_ref
+from cartridge_forge.plugins.serve.engine.verification import (
+    ServedDocument,
+    document_ref,
+    scoring_request,
+)
+from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
 
 PAGES = ("docs/how-to/serve.md", "docs/reference/serving.md", "docs/reference/formats.md",
          "docs/glossary.md")  # fmt: skip

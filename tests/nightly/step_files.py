@@ -35,7 +35,7 @@ BEGIN, END = "training/loop.py OnPolicyLoop.step", "training/training_run.py Tra
 # What keeps processes alive, and what tells of the run: no number of a step depends on it.
 BESIDE = (
     "plugins/watch/", "services/run_directory.py",
-    "plugins/library/run_lease.py", "services/run_log.py", "services/proc_info.py",
+    "plugins/host/run_lease.py", "services/run_log.py", "services/proc_info.py",
     "services/pool/sizes.py", "services/pool/health.py",
     "services/pool/lifecycle.py", "services/pool/process.py",
     "services/pool/process_manager.py", "services/pool/service.py", "services/pool/hosts.py",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 
 from cartridge_forge.plugins.evaluate import records as evaluation
-from cartridge_forge.plugins.statistics import gold
+from cartridge_forge.plugins.statistics import results
 from cartridge_forge.protocols.records import answers, run_files, status
 from reference_pages.markdown import code, page, table
 
@@ -21,7 +21,7 @@ The classes behind the files of a run, with the types of their fields.
 def rows_page() -> str:
     """Return the page, a heading for each record."""
     parts: list[str] = []
-    for module in (run_files, answers, gold, evaluation, status):
+    for module in (run_files, results, answers, evaluation, status):
         for name, found in vars(module).items():
             own = isinstance(found, type) and found.__module__ == module.__name__
             if own and not name.startswith("_"):

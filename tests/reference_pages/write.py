@@ -8,11 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from reference_pages.commands import commands_page
-from reference_pages.keys import keys_page
+from reference_pages.configuration import keys_page, schema_files
 from reference_pages.metrics import metrics_page
 from reference_pages.python_api import python_page
 from reference_pages.rows import rows_page
-from reference_pages.schemas import schema_files
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 

@@ -20,13 +20,13 @@ from format_setup import checkpoint_of
 from recorded_run import EPISODE, SAID, finish, recorded_run
 
 from cartridge_forge.learning.checkpoint import write_checkpoint
+from cartridge_forge.plugins.chat.wire.foreign import listen
 from cartridge_forge.plugins.watch.control.endpoints import Endpoints, write_endpoints
 from cartridge_forge.plugins.watch.score_text import encoded, encoded_top
 from cartridge_forge.plugins.watch.ui import asking
 from cartridge_forge.plugins.watch.ui.access import PageAccess
 from cartridge_forge.plugins.watch.ui.app import RunPages
 from cartridge_forge.plugins.watch.ui.served_runs import ServedRuns
-from cartridge_forge.plugins.wire.listening import listen
 from cartridge_forge.protocols.step import SampleScores
 from cartridge_forge.services.run_directory import RunDirectory
 

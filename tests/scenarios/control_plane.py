@@ -29,7 +29,7 @@ from cartridge_forge.forge_run.commands.k8s import render
 from cartridge_forge.plugins.cluster.checks.schemas import definitions
 from cartridge_forge.plugins.cluster.manifests.mesh import CONTROL_SECRET, PEM_KEYS, TOKEN
 from cartridge_forge.plugins.cluster.manifests.overlays import build
-from cartridge_forge.plugins.cluster.tls.certificates import certificates
+from cartridge_forge.plugins.host.tls import certificates
 
 Object = dict[str, Any]
 

@@ -18,8 +18,7 @@ from mesh_scenario import SHORT, paused, placed, steer, told
 from namespaces import CLIENT, Hosts
 from small_run import command, latest, run_to_end, running
 
-from cartridge_forge.plugins.cluster.tls.certificates import certificates
-from cartridge_forge.plugins.cluster.tls.identity import TlsIdentity, read_identity
+from cartridge_forge.plugins.host.tls import TlsIdentity, certificates, read_identity
 
 HOSTS = (CLIENT, "10.77.0.2", "10.77.0.3")
 PATIENCE = 5.0

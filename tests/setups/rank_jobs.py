@@ -43,8 +43,8 @@ from cartridge_forge.learning.teacher import (
     response_logprobs,
 )
 from cartridge_forge.learning.trainer import CartridgeTrainer
-from cartridge_forge.plugins.cluster.ranks.divided_base import divide_base, shard_base
-from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.episodes.spec.objective import GrpoSpec
+from cartridge_forge.plugins.host.ranks import divide_base, shard_base
 from cartridge_forge.plugins.library.attention_matching import attention_matched
 from cartridge_forge.plugins.library.reference_rows import StudyPrompts
 from cartridge_forge.protocols.spec.sections import TrainSpec

@@ -21,6 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from cartridge_forge.learning.model.loading import load_model, load_tokenizer, text_of, tokenizer_of
 from cartridge_forge.learning.teacher import DocumentKVCache, document_kv
+from cartridge_forge.plugins.decoding.engine import TorchEngine
+from cartridge_forge.plugins.decoding.engine_thread import Engine, EngineThread
 from cartridge_forge.plugins.decoding.grammar import Grammars
 from cartridge_forge.plugins.library.formats.base_model import read_base
 from cartridge_forge.plugins.library.store import CartridgeStore
@@ -33,8 +35,6 @@ from cartridge_forge.plugins.serve.backend import (
     ServerConfig,
     StrategyCatalog,
 )
-from cartridge_forge.plugins.serve.engine.engine import TorchEngine
-from cartridge_forge.plugins.serve.engine.engine_thread import Engine, EngineThread
 from cartridge_forge.plugins.serve.request import ServingRequest, StrategyRequest
 from cartridge_forge.plugins.serve.spec import ApiKeySpec, HttpSpec
 from cartridge_forge.plugins.serve.tokenization import Tokenization

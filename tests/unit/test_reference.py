@@ -8,8 +8,8 @@ from typing import Any
 
 import jsonschema
 import pytest
+from reference_pages.configuration import schema_name
 from reference_pages.markdown import cell
-from reference_pages.schemas import schema_name
 from reference_pages.write import REFERENCE, written
 
 from cartridge_forge.plugins.spec_files.keys import CONFIG_FILE, MESH_FILE, other_kind, spec_files

@@ -27,7 +27,7 @@ from typing import Self
 from pydantic import TypeAdapter, ValidationError
 
 from cartridge_forge.plugins.cluster.spec import pod_host
-from cartridge_forge.plugins.cluster.tls.listener import POLL_SECONDS, MutualTlsRequests
+from cartridge_forge.plugins.host.tls_listener import POLL_SECONDS, MutualTlsRequests
 from cartridge_forge.protocols.errors import RunError, SpecError
 from cartridge_forge.protocols.spec.mesh import ADDRESS, HostsSpec, is_tls
 
@@ -105,7 +105,7 @@ def client_context(address: str) -> ssl.SSLContext | None:
     """Return the settings of a connection to this address; None for plain TCP."""
     if not is_tls(address):
         return None
-    from cartridge_forge.plugins.cluster.tls.identity import (
+    from cartridge_forge.plugins.host.tls import (
         environment_identity,  # a tenth of a second, for TLS alone
     )
 

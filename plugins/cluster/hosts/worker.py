@@ -39,8 +39,8 @@ from cartridge_forge.plugins.cluster.hosts.handshake import (
     host_and_port,
 )
 from cartridge_forge.plugins.cluster.spec import pod_host
-from cartridge_forge.plugins.cluster.tls.identity import TlsIdentity, read_identity
 from cartridge_forge.plugins.host.private_sockets import remove, use_private_sockets
+from cartridge_forge.plugins.host.tls import TlsIdentity, read_identity
 from cartridge_forge.protocols.errors import ForgeError, RunError, SpecError
 from cartridge_forge.protocols.spec.mesh import is_loopback_host, is_tls
 from cartridge_forge.services.pool.hosts import LINK_ENVIRONMENT, versions

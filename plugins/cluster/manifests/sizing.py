@@ -111,15 +111,15 @@ def role_needs(spec: RunSpec, name: str, size: ModelSize) -> MemoryNeeds:
         return _trainer(learn, size, flat, ranks // parts, learn.cartridges)
     flat = step_tokens(learn)
     prefix = learn.cartridge.tokens
-    held = ("cartridge versions", _read_bytes(learn, size) * _sets(learn))
+    tensors = ("cartridge versions", _read_bytes(learn, size) * _sets(learn))
     if name == "doc_teacher":
         prefix = learn.data.document_tokens or prefix
         # A step's documents are held together, beyond the cache's bound where they exceed it.
         together = flat.prefixes * prefix * size.kv_token // parts
-        held = ("document KV", max(document_bytes(learn, size, parts), together))
+        tensors = ("document KV", max(document_bytes(learn, size, parts), together))
     logits = min(flat.responses * size.shape.vocab * FLOAT, LOGIT_BYTES)
     return MemoryNeeds(
-        (weights, held, ("attention scores", READ_COPIES * score_bytes(size, flat, prefix)),
+        (weights, tensors, ("attention scores", READ_COPIES * score_bytes(size, flat, prefix)),
          ("logits", LOSS_COPIES * logits)),
         staging=scores_bytes(learn, size, flat)
         + (spilled_bytes(learn, size) if name == "doc_teacher" else 0),
@@ -153,7 +153,7 @@ def tensor_parallel(learn: RsaLearn, name: str) -> int:
 
 def part_bytes(size: ModelSize, parts: int) -> int:
     """Return the bytes of the weights that one of so many processes holds. The vocabulary is
-    divided where its number is (`plugins.cluster.ranks.divided_base`)."""
+    divided where its number is (`plugins.host.ranks`)."""
     shape = size.shape
     of_head = parts if shape.vocab % parts == 0 else 1
     numbers = body_parameters(shape) // parts + head_parameters(shape) // of_head
@@ -373,12 +373,12 @@ def model_size(model: ModelSpec) -> ModelSize:
 def pod_resources(spec: RunSpec, name: str, role: RoleSpec, size: ModelSize) -> Resources:
     """Return one replica's resources: a core per thread, and host memory as large as its needs. GPU
     roles get that memory too, because the overlay for CPUs removes the GPUs."""
-    held = role_needs(spec, name, size).held
+    process_bytes = role_needs(spec, name, size).held
     if name == "generator":  # an engine of several processes is one process here
-        held *= spec.learn.generator.tensor_parallel
+        process_bytes *= spec.learn.generator.tensor_parallel
     if name == "doc_teacher" and role.gpus:
-        held = max(held, spilled_bytes(RsaLearn.of(spec.learn), size))
-    return _resources(role, held, shm=published_bytes(RsaLearn.of(spec.learn), size))
+        process_bytes = max(process_bytes, spilled_bytes(RsaLearn.of(spec.learn), size))
+    return _resources(role, process_bytes, shm=published_bytes(RsaLearn.of(spec.learn), size))
 
 
 def controller_resources(spec: RunSpec, size: ModelSize) -> Resources:
@@ -393,23 +393,25 @@ def server_resources(spec: ServeSpec, size: ModelSize, cartridge_tokens: int) ->
     role = spec.roles.generator
     verifies = spec.verify.mode and spec.generator.backend == "torch"
     documents = spec.verify.max_kv_bytes if verifies else 0
-    held = size.weights + spec.held_cartridges * cartridge_tokens * size.kv_token + documents
+    process_bytes = (
+        size.weights + spec.held_cartridges * cartridge_tokens * size.kv_token + documents
+    )
     if spec.generator.backend != "torch":
-        held += round(spec.generator.kv_gib * GIB)
+        process_bytes += round(spec.generator.kv_gib * GIB)
     processes = 2 + role.replicas + spec.spares  # and the server's and Monarch's
     return Resources(
         cpu=1 + role.replicas * role.threads,
-        memory=_gib(processes * PROCESS_BYTES + HEADROOM * role.replicas * held) + 1,
+        memory=_gib(processes * PROCESS_BYTES + HEADROOM * role.replicas * process_bytes) + 1,
         shm=1,
         gpus=role.replicas * role.gpus,
     )
 
 
-def _resources(role: RoleSpec, held: int, shm: int) -> Resources:
-    """`held` bytes in each process, and memory-backed /dev/shm for two times `shm` bytes."""
+def _resources(role: RoleSpec, process_bytes: int, shm: int) -> Resources:
+    """Return `process_bytes` for each process, and memory-backed /dev/shm for twice `shm` bytes."""
     shared = _gib(2 * shm)
     # One more process: Monarch's own on each host.
-    memory = _gib((role.procs + 1) * PROCESS_BYTES + HEADROOM * role.procs * held) + shared
+    memory = _gib((role.procs + 1) * PROCESS_BYTES + HEADROOM * role.procs * process_bytes) + shared
     return Resources(role.procs * role.threads, memory, shared, role.procs * role.gpus)
 
 

@@ -22,7 +22,7 @@ from monarch.actor import Actor, endpoint
 from cartridge_forge.plugins.cluster.hosts.handshake import host_and_port, reached_at
 from cartridge_forge.plugins.cluster.relays.relay import AT, Relay, RelayPlace, RelayServer
 from cartridge_forge.plugins.cluster.relays.relayed import RelayedPlane
-from cartridge_forge.plugins.host.memory_directory import MemoryDirectory
+from cartridge_forge.plugins.host.directories import MemoryDirectory
 from cartridge_forge.protocols.errors import ForgeError, PlaneError
 from cartridge_forge.protocols.spec.mesh import HostsSpec, is_tls
 from cartridge_forge.protocols.spec.services import HealthSpec
@@ -46,7 +46,7 @@ class RelayActor(Actor):
     @endpoint
     async def start(self) -> RelayPlace:
         """Return where it listens. Raises PlaneError where it cannot."""
-        from cartridge_forge.plugins.cluster.tls.identity import (
+        from cartridge_forge.plugins.host.tls import (
             environment_identity,  # a tenth of a second
         )
 

@@ -38,8 +38,8 @@ from cartridge_forge.plugins.cluster.relays.relay_wire import (
     say_waiting,
     send_json,
 )
-from cartridge_forge.plugins.cluster.tls.listener import MutualTlsRequests
-from cartridge_forge.plugins.host.memory_directory import file_of, keys_in
+from cartridge_forge.plugins.host.directories import file_of, keys_in
+from cartridge_forge.plugins.host.tls_listener import MutualTlsRequests
 from cartridge_forge.protocols.errors import ForgeError, PlaneError
 
 WAITING_SECONDS = SILENT_SECONDS / 4  # between two frames of one who waits
@@ -204,7 +204,7 @@ def receive(
 
 class RelayServer:
     """Serve a relay on `host`, at a port of its own, until this process ends. `context` makes the
-    settings of mutual TLS (`plugins.cluster.tls.identity`); None for plain TCP. Raises PlaneError
+    settings of mutual TLS (`plugins.host.tls`); None for plain TCP. Raises PlaneError
     where it cannot listen."""
 
     def __init__(self, relay: Relay, host: str, context: Callable[[], Any] | None = None) -> None:

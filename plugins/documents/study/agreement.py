@@ -17,8 +17,9 @@ from cartridge_forge.plugins.statistics.intervals import (
     mean_interval,
     wilson_interval,
 )
+from cartridge_forge.plugins.statistics.results import Agreement
 from cartridge_forge.protocols.records.answers import Answer
-from cartridge_forge.protocols.records.run_files import Agreement, MeasuredAccuracy
+from cartridge_forge.protocols.records.run_files import MeasuredAccuracy
 from cartridge_forge.protocols.step import Completion
 from cartridge_forge.training.records import interleave
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from cartridge_forge.plugins.documents.retrieval import Bm25Router, count_terms
 from cartridge_forge.plugins.library.terms import Passages, write_terms
 from cartridge_forge.plugins.statistics.intervals import wilson_interval
-from cartridge_forge.protocols.records.run_files import RoutingAccuracy
+from cartridge_forge.plugins.statistics.results import RoutingAccuracy
 from cartridge_forge.protocols.step import Completion, GenerateRequest
 from cartridge_forge.training.records import GenerateCall
 

@@ -13,7 +13,7 @@ import regex
 
 from cartridge_forge.plugins.chat.messages import ToolAction
 from cartridge_forge.plugins.documents.words import SENTENCE_END, words
-from cartridge_forge.plugins.episodes.environments.action_parsing import (
+from cartridge_forge.plugins.environments.action_parsing import (
     DESK,
     JSON,
     ActionFormat,

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, pstdev, stdev
 
-from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.episodes.spec.objective import GrpoSpec
 from cartridge_forge.protocols.step import PolicySample
 
 EPSILON = 1e-4  # keeps advantages finite in a group whose rewards hardly differ

@@ -59,8 +59,11 @@ from cartridge_forge.plugins.episodes.losses.advantages import (
     shaped,
     varying,
 )
-from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
-from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec, MismatchSpec
+from cartridge_forge.plugins.episodes.spec.objective import (
+    EpisodesObjective,
+    GrpoSpec,
+    MismatchSpec,
+)
 from cartridge_forge.plugins.objectives.policy_scores import check_policy
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.sections import LossSpec, ObjectiveSpec

@@ -10,13 +10,12 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
-from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec, RewardSpec
 from cartridge_forge.plugins.episodes.spec.objective import (
     HINT_SOURCE,
     HINT_WRITER,
     EpisodesObjective,
 )
-from cartridge_forge.plugins.episodes.spec.rewards import RewardSpec
 from cartridge_forge.plugins.replay.spec import ReplayLearn
 from cartridge_forge.protocols.spec.base import AsTuple, Rule, SpecSection, broken, repeated
 from cartridge_forge.protocols.spec.learn import RoleFacts

@@ -10,8 +10,8 @@ from pathlib import Path
 from cartridge_forge.plugins.chat.episodes import Task
 from cartridge_forge.plugins.chat.messages import ToolAction
 from cartridge_forge.plugins.clinic.desk import HINTS, draw_desk
-from cartridge_forge.plugins.episodes.environments.action_parsing import DESK, JSON
-from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.environments.action_parsing import DESK, JSON
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
 from cartridge_forge.plugins.episodes.task_sources.base import PRIMER_TEXT
 from cartridge_forge.protocols.errors import DataError

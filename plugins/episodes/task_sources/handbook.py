@@ -20,20 +20,20 @@ from typing import Any
 from cartridge_forge.plugins.chat.episodes import Episode, Observation, RewardOutcome, Task, Turn
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
-from cartridge_forge.plugins.episodes.environments.action_parsing import ActionFormat
-from cartridge_forge.plugins.episodes.environments.script import SCRIPT
-from cartridge_forge.plugins.episodes.environments.single_turn import ROW
+from cartridge_forge.plugins.environments.action_parsing import ActionFormat
+from cartridge_forge.plugins.environments.rewards.combining import FAILED, can_be_judged, view_of
+from cartridge_forge.plugins.environments.rewards.workers import RewardWorkers
+from cartridge_forge.plugins.environments.script import SCRIPT
+from cartridge_forge.plugins.environments.single_turn import ROW
+from cartridge_forge.plugins.environments.spec import RewardSpec
 from cartridge_forge.plugins.episodes.handbooks.checks import DIALECTS, GovernedTurn, obeys
 from cartridge_forge.plugins.episodes.handbooks.file import ALL, CheckSpec, TaskSpec
 from cartridge_forge.plugins.episodes.handbooks.reading import Handbook
-from cartridge_forge.plugins.episodes.rewards.combining import FAILED, can_be_judged, view_of
-from cartridge_forge.plugins.episodes.rewards.workers import RewardWorkers
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
-from cartridge_forge.plugins.episodes.spec.rewards import RewardSpec
 from cartridge_forge.plugins.episodes.task_sources.rewards import EpisodeRewards
 from cartridge_forge.plugins.statistics.intervals import mean_interval, wilson_interval
+from cartridge_forge.plugins.statistics.results import EpisodeMeans, RuleObedience
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.records.run_files import EpisodeMeans, RuleObedience
 from cartridge_forge.services.pool.pool import Pool
 from cartridge_forge.training.records import interleave
 

@@ -12,20 +12,20 @@ from typing import Any
 from cartridge_forge.plugins.chat.episodes import Episode, RewardOutcome
 from cartridge_forge.plugins.chat.messages import ReplayState, TextAction
 from cartridge_forge.plugins.chat.renderer import messages_so_far
-from cartridge_forge.plugins.episodes.clients import RewardClient
-from cartridge_forge.plugins.episodes.environments.single_turn import columns_of
-from cartridge_forge.plugins.episodes.rewards.combining import (
+from cartridge_forge.plugins.environments.rewards.combining import (
     can_be_judged,
     environments_own,
     judged,
     view_of,
 )
+from cartridge_forge.plugins.environments.single_turn import columns_of
+from cartridge_forge.plugins.environments.spec import RewardSpec
+from cartridge_forge.plugins.episodes.clients import RewardClient
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
-from cartridge_forge.plugins.episodes.spec.rewards import RewardSpec
 from cartridge_forge.plugins.replay.client import TeacherReplayClient
 from cartridge_forge.plugins.statistics.intervals import mean_interval
+from cartridge_forge.plugins.statistics.results import EpisodeMeans
 from cartridge_forge.protocols.errors import RunError
-from cartridge_forge.protocols.records.run_files import EpisodeMeans
 from cartridge_forge.services.pool.pool import Pool
 
 NOT_ASKED = RewardOutcome(None, "its replica gave nothing", failed=True)

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from cartridge_forge.plugins.chat.episodes import Task
 from cartridge_forge.plugins.documents.rows.reading import RowSet
-from cartridge_forge.plugins.episodes.environments.action_parsing import JSON
-from cartridge_forge.plugins.episodes.environments.single_turn import task_of
+from cartridge_forge.plugins.environments.action_parsing import JSON
+from cartridge_forge.plugins.environments.single_turn import task_of
 from cartridge_forge.plugins.episodes.task_sources.base import PRIMER, PRIMER_TEXT
 
 

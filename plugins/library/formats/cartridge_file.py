@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,6 +134,23 @@ class CartridgeFile:
         """Return the cartridge with `source` merged into its provenance."""
         facts = replace(self.facts, source={**self.facts.source, **source})
         return replace(self, facts=facts)
+
+
+CHAT_DATE = "chat_date"  # in the source of a cartridge
+
+
+def source_of(date: datetime | None) -> dict[str, str]:
+    """Return the entry of a cartridge's source that keeps a date; {} for none."""
+    return {} if date is None else {CHAT_DATE: date.isoformat(timespec="seconds")}
+
+
+def date_of(source: Mapping[str, Any]) -> datetime | None:
+    """Return the date that a cartridge's source keeps; None where it keeps none that can be
+    read."""
+    try:
+        return datetime.fromisoformat(source[CHAT_DATE])
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def require_small_header(file: Path) -> None:

@@ -13,16 +13,23 @@ import torch
 from torch import Tensor
 
 from cartridge_forge.learning.checkpoint import (
-    is_checkpoint,
+    CARTRIDGE,
+    MANIFEST,
+    STACKED,
+    SUFFIX,
     last_of_arms,
     list_checkpoints,
     read_checkpoint,
 )
 from cartridge_forge.plugins.library.formats.base_model import model_name, read_base
-from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile, Provenance
+from cartridge_forge.plugins.library.formats.cartridge_file import (
+    CartridgeFile,
+    Provenance,
+    source_of,
+)
 from cartridge_forge.plugins.spec_files.loading import load_resolved
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.records.run_files import read_date, source_of
+from cartridge_forge.protocols.records.run_files import read_date
 
 START = "start.json"  # of a run directory: `plugins.library.starts.trained` writes it
 
@@ -30,6 +37,13 @@ START = "start.json"  # of a run directory: `plugins.library.starts.trained` wri
 def is_run(path: Path) -> bool:
     """Return whether a path is a run's directory, its `checkpoints`, or a checkpoint."""
     return is_checkpoint(path) or bool(_checkpoints(path))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a directory has the files of a checkpoint, whole or not."""
+    return (path / MANIFEST).is_file() and (
+        (path / STACKED).is_file() or any(path.glob(f"{CARTRIDGE}-*{SUFFIX}"))
+    )
 
 
 def chosen_checkpoint(path: Path, arm: str | None = None) -> Path:

@@ -29,11 +29,15 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import request_response
 
 from cartridge_forge.plugins.chat.messages import TeacherUsage
+from cartridge_forge.plugins.chat.wire.openai_replies import (
+    ChatReply,
+    write_completion,
+    write_error,
+)
 from cartridge_forge.plugins.replay.budget import cost
 from cartridge_forge.plugins.replay.fake_provider.server import LoopbackServer
 from cartridge_forge.plugins.replay.prompts import ATTEMPT_HEADER, IDEMPOTENCY_HEADER
 from cartridge_forge.plugins.replay.spec import PriceSpec
-from cartridge_forge.plugins.wire.openai_replies import ChatReply, write_completion, write_error
 
 Wire = Literal["chat", "messages"]
 PATHS: dict[str, Wire] = {"/v1/chat/completions": "chat", "/v1/messages": "messages"}

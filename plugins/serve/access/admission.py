@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from cartridge_forge.plugins.serve.errors import ApiError, bad_request
+from cartridge_forge.plugins.chat.wire.errors import ApiError, bad_request
 
 REMEMBERED = 64  # completion times that the rate is measured over
 LONGEST_WAIT = 60  # seconds: the largest Retry-After

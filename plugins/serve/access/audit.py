@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cartridge_forge.plugins.serve.errors import ApiError
+from cartridge_forge.plugins.chat.wire.errors import ApiError
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.files import utc_text
 

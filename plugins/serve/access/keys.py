@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cartridge_forge.plugins.chat.wire.errors import ApiError
 from cartridge_forge.plugins.serve.access.admission import KeyQuota
 from cartridge_forge.plugins.serve.access.audit import NOBODY, AuditLog
-from cartridge_forge.plugins.serve.errors import ApiError
 from cartridge_forge.plugins.serve.spec import RIGHTS, ApiKeySpec, HttpSpec, Right
 
 OPEN = ("/health", "/ready", "/ping")  # served to all: they reveal the server's health only

@@ -12,10 +12,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from cartridge_forge.plugins.chat.wire.errors import ApiError, bad_request
 from cartridge_forge.plugins.library.store import CartridgeStore
 from cartridge_forge.plugins.serve.access.keys import Caller
 from cartridge_forge.plugins.serve.apis.tokasaurus import CartridgeSource
-from cartridge_forge.plugins.serve.errors import ApiError, bad_request
 from cartridge_forge.plugins.serve.spec import HubSpec
 from cartridge_forge.protocols.errors import DataError
 

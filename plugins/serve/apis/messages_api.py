@@ -14,10 +14,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cartridge_forge.plugins.serve.apis.translation import ChatFields
-from cartridge_forge.plugins.serve.detokenizer import CallPiece, TextPiece
-from cartridge_forge.plugins.serve.errors import bad_request, plain_json
-from cartridge_forge.plugins.wire.anthropic_messages import (
+from cartridge_forge.plugins.chat.wire.anthropic_messages import (
     MessagesReply,
     MessagesRequest,
     MessagesUsage,
@@ -25,7 +22,10 @@ from cartridge_forge.plugins.wire.anthropic_messages import (
     TextBlock,
     ToolUseBlock,
 )
-from cartridge_forge.plugins.wire.openai_chat import ForgeExtension, TokenUsage
+from cartridge_forge.plugins.chat.wire.detokenizer import CallPiece, TextPiece
+from cartridge_forge.plugins.chat.wire.errors import bad_request, plain_json
+from cartridge_forge.plugins.chat.wire.openai_chat import ForgeExtension, TokenUsage
+from cartridge_forge.plugins.serve.apis.translation import ChatFields
 
 Event = dict[str, Any]
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}

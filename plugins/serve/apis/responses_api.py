@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cartridge_forge.plugins.serve.apis.translation import ChatFields
-from cartridge_forge.plugins.serve.detokenizer import CallPiece, TextPiece
-from cartridge_forge.plugins.serve.errors import bad_request, plain_json
-from cartridge_forge.plugins.wire.openai_chat import ForgeExtension, TokenUsage
-from cartridge_forge.plugins.wire.openai_responses import (
+from cartridge_forge.plugins.chat.wire.detokenizer import CallPiece, TextPiece
+from cartridge_forge.plugins.chat.wire.errors import bad_request, plain_json
+from cartridge_forge.plugins.chat.wire.openai_chat import ForgeExtension, TokenUsage
+from cartridge_forge.plugins.chat.wire.openai_responses import (
     InputCall,
     InputMessage,
     InputTokenDetails,
@@ -26,6 +25,7 @@ from cartridge_forge.plugins.wire.openai_responses import (
     ResponsesRequest,
     ResponsesUsage,
 )
+from cartridge_forge.plugins.serve.apis.translation import ChatFields
 
 Event = dict[str, Any]
 RENAMED = {

@@ -28,8 +28,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from cartridge_forge.plugins.wire.openai_chat import MAX_COMPOSED, ChatRequest, CompletionRequest
-from cartridge_forge.plugins.wire.parts import RequestPart
+from cartridge_forge.plugins.chat.wire.openai_chat import (
+    MAX_COMPOSED,
+    ChatRequest,
+    CompletionRequest,
+)
+from cartridge_forge.plugins.chat.wire.parts import RequestPart
 from cartridge_forge.protocols.step import Completion
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from cartridge_forge.plugins.serve.errors import ApiError, bad_request
-from cartridge_forge.plugins.wire.openai_chat import ChatRequest
+from cartridge_forge.plugins.chat.wire.errors import ApiError, bad_request
+from cartridge_forge.plugins.chat.wire.openai_chat import ChatRequest
 
 
 class ChatFields:

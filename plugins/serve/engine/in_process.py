@@ -22,7 +22,7 @@ from cartridge_forge.actors.engine_generator import (
 )
 from cartridge_forge.learning.model.loading import checked_model, load_tokenizer
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
-from cartridge_forge.plugins.serve.engine.engine_thread import EngineThread
+from cartridge_forge.plugins.decoding.engine_thread import EngineThread
 from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler
 from cartridge_forge.protocols.spec.sections import Backend, GeneratorSpec
 from cartridge_forge.protocols.step import NO_DOCUMENT, Completion, GenerateRequest, PrefixRef

@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from cartridge_forge.plugins.chat.wire.errors import ApiError
 from cartridge_forge.plugins.library.store import CartridgeVersion
 from cartridge_forge.plugins.serve.backend import Backend
-from cartridge_forge.plugins.serve.errors import ApiError
 from cartridge_forge.protocols.files import sha256_of
 from cartridge_forge.protocols.step import PrefixRef
 

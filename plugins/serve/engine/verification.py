@@ -10,6 +10,7 @@ after: completion -> scoring request -> its completion -> CheckedChoice
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 from collections import OrderedDict
@@ -17,22 +18,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cartridge_forge.plugins.decoding.stopping import TokenText
-from cartridge_forge.plugins.library.store import CartridgeVersion
-from cartridge_forge.plugins.serve.backend import ServerConfig
-from cartridge_forge.plugins.serve.engine.run_documents import document_of_source
-from cartridge_forge.plugins.serve.errors import bad_request
-from cartridge_forge.plugins.serve.request import ServingRequest, chat_date
-from cartridge_forge.plugins.serve.tokenization import Tokenization
-from cartridge_forge.plugins.serve.verification_cost import DraftGain, ServedLoad
-from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest, SampleResult
-from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler
-from cartridge_forge.plugins.wire.openai_chat import (
+from cartridge_forge.plugins.chat.wire.errors import bad_request
+from cartridge_forge.plugins.chat.wire.openai_chat import (
     ChangedToken,
     CheckedChoice,
     DraftInfo,
     VerifyInfo,
 )
+from cartridge_forge.plugins.decoding.stopping import TokenText
+from cartridge_forge.plugins.decoding.verified.cost import DraftGain, ServedLoad
+from cartridge_forge.plugins.library.store import CartridgeVersion
+from cartridge_forge.plugins.serve.backend import ServerConfig
+from cartridge_forge.plugins.serve.engine.run_documents import document_of_source
+from cartridge_forge.plugins.serve.request import ServingRequest, chat_date
+from cartridge_forge.plugins.serve.tokenization import Tokenization
+from cartridge_forge.plugins.strategies.samplers.sampler import SampleRequest, SampleResult
+from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import (
     Completion,
@@ -40,7 +41,6 @@ from cartridge_forge.protocols.step import (
     GenerateRequest,
     PrefixRef,
     Sampling,
-    document_ref,
 )
 
 VERIFY_HEADER = "x-forge-verify"
@@ -48,6 +48,12 @@ EXACT_BLOCK = 4  # tokens proposed at a time where nothing is known of the machi
 DOCUMENTS = 64  # whose token ids are kept
 PRIOR, PRIOR_TOKENS = 0.7, 32.0  # the share accepted of a cartridge that has verified nothing yet
 REMEMBERED_TOKENS = 2048.0  # later ones count as much as all before
+
+
+def document_ref(token_ids: Sequence[int]) -> PrefixRef:
+    """Return the prefix of a document by its tokens, for a request that carries them."""
+    digest = hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
+    return PrefixRef(f"document/sha256-{digest[:32]}", 0)
 
 
 @dataclass(frozen=True)

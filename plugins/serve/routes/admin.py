@@ -15,12 +15,12 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 
+from cartridge_forge.plugins.chat.wire.errors import ApiError, bad_request, refusing
 from cartridge_forge.plugins.documents.retrieval import count_terms
 from cartridge_forge.plugins.library.names import VERSION, CartridgeName, is_name
 from cartridge_forge.plugins.library.store import CartridgeVersion
 from cartridge_forge.plugins.serve.access.connections import UPLOADS
 from cartridge_forge.plugins.serve.access.keys import CALLER, peer_of
-from cartridge_forge.plugins.serve.errors import ApiError, bad_request, refusing
 from cartridge_forge.plugins.serve.handler import RequestHandler
 from cartridge_forge.plugins.serve.routes.generation import REFUSALS
 from cartridge_forge.protocols.errors import DataError

@@ -14,6 +14,27 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request, Response
 from starlette.types import Scope
 
+from cartridge_forge.plugins.chat.wire.anthropic_messages import (
+    CountTokensRequest,
+    MessagesReply,
+    MessagesRequest,
+    TokenCount,
+)
+from cartridge_forge.plugins.chat.wire.detokenizer import TextPiece
+from cartridge_forge.plugins.chat.wire.errors import (
+    COUNT_PATH,
+    MESSAGES_PATH,
+    RESPONSES_PATH,
+    AsciiJSON,
+    ErrorAnswer,
+)
+from cartridge_forge.plugins.chat.wire.openai_chat import (
+    ChatCompletion,
+    SamplingFields,
+    TextCompletion,
+    usage,
+)
+from cartridge_forge.plugins.chat.wire.openai_responses import ResponsesReply, ResponsesRequest
 from cartridge_forge.plugins.serve.apis.messages_api import MessagesWire
 from cartridge_forge.plugins.serve.apis.responses_api import ResponsesWire
 from cartridge_forge.plugins.serve.apis.tokasaurus import (
@@ -25,14 +46,6 @@ from cartridge_forge.plugins.serve.apis.tokasaurus import (
     TextCompletionRequest,
     fingerprint,
 )
-from cartridge_forge.plugins.serve.detokenizer import TextPiece
-from cartridge_forge.plugins.serve.errors import (
-    COUNT_PATH,
-    MESSAGES_PATH,
-    RESPONSES_PATH,
-    AsciiJSON,
-    ErrorAnswer,
-)
 from cartridge_forge.plugins.serve.handler import AnswerContext, Parse, RequestHandler
 from cartridge_forge.plugins.serve.middleware import EventStream, while_connected
 from cartridge_forge.plugins.serve.request_parsing import RequestParser
@@ -43,19 +56,6 @@ from cartridge_forge.plugins.serve.responses import (
     echoed,
     joined,
 )
-from cartridge_forge.plugins.wire.anthropic_messages import (
-    CountTokensRequest,
-    MessagesReply,
-    MessagesRequest,
-    TokenCount,
-)
-from cartridge_forge.plugins.wire.openai_chat import (
-    ChatCompletion,
-    SamplingFields,
-    TextCompletion,
-    usage,
-)
-from cartridge_forge.plugins.wire.openai_responses import ResponsesReply, ResponsesRequest
 
 Body = TypeVar("Body", bound=SamplingFields | ResponsesRequest | MessagesRequest)
 # Of the reply's head, the text and bytes of tokens, and the request's top_logprobs.

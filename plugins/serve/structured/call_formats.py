@@ -25,7 +25,7 @@ from cartridge_forge.plugins.serve.structured.call_reading import (
     MarkedCalls,
     SentenceCalls,
 )
-from cartridge_forge.protocols.grammar import ResponseGrammar
+from cartridge_forge.protocols.response_rules import ResponseGrammar
 
 # As learning.decoding.grammar has them: a schema's own options cannot change these.
 BLANKS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
+from cartridge_forge.plugins.chat.wire.detokenizer import CallPiece, TextPiece, longest_beginning
 from cartridge_forge.plugins.clinic.desk import parse_call
-from cartridge_forge.plugins.serve.detokenizer import CallPiece, TextPiece, longest_beginning
 
 BLANK = " \t\r\n"
 BETWEEN = f"{BLANK};"  # of calls without marks

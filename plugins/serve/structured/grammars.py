@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from cartridge_forge.plugins.chat.wire.errors import bad_request
+from cartridge_forge.plugins.chat.wire.openai_chat import ChatRequest, SamplingFields
 from cartridge_forge.plugins.decoding.grammar import Grammars
-from cartridge_forge.plugins.serve.errors import bad_request
-from cartridge_forge.plugins.wire.openai_chat import ChatRequest, SamplingFields
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.grammar import ResponseGrammar
+from cartridge_forge.protocols.response_rules import ResponseGrammar
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 PARTS_TRIED = 64  # to name the part of a schema that is at fault

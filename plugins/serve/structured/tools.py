@@ -12,18 +12,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool
+from cartridge_forge.plugins.chat.wire.errors import ApiError, bad_request
+from cartridge_forge.plugins.chat.wire.openai_chat import ChatMessage, ChatRequest
+from cartridge_forge.plugins.chat.wire.openai_tools import NamedTool, SentCall, agent_tools
 from cartridge_forge.plugins.decoding.grammar import Grammars, json_depth
-from cartridge_forge.plugins.serve.errors import ApiError, bad_request
 from cartridge_forge.plugins.serve.structured.call_formats import (
     CallFormat,
     schema_of,
     text_with_calls,
 )
 from cartridge_forge.plugins.serve.structured.grammars import check, schema_grammar
-from cartridge_forge.plugins.wire.openai_chat import ChatMessage, ChatRequest
-from cartridge_forge.plugins.wire.openai_tools import NamedTool, SentCall, agent_tools
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.grammar import MAX_GRAMMAR_BYTES, MAX_GRAMMAR_DEPTH, ResponseGrammar
+from cartridge_forge.protocols.response_rules import (
+    MAX_GRAMMAR_BYTES,
+    MAX_GRAMMAR_DEPTH,
+    ResponseGrammar,
+)
 
 
 @dataclass(frozen=True)

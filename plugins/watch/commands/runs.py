@@ -58,7 +58,7 @@ def pull(*, url: str, run_dir: Path) -> int:
     """Copy a run of an object store to `run_dir/<mesh>/<run>`, and print that path. One that is
     there and has seen the stored state is left as it is. Raises ForgeError, and RunError for a
     directory that cannot be written."""
-    from cartridge_forge.plugins.library.run_store import fetch, is_ahead, stored_at
+    from cartridge_forge.plugins.host.run_store import fetch, is_ahead, stored_at
 
     run, root = stored_at(url), run_dir.absolute()
     path = root / run.mesh / run.id

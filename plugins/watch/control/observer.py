@@ -1,4 +1,4 @@
-"""Serve a run's control plane, feed its sinks and judge its progress: `services.run_observer`."""
+"""Serve a run's control plane, feed its sinks and judge its progress: `services.run_log`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cartridge_forge.plugins.watch.telemetry.hub import open_sinks
 from cartridge_forge.plugins.watch.telemetry.watchdog import watch
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.services.run_directory import RunDirectory
-from cartridge_forge.services.run_observer import ObservedRun
+from cartridge_forge.services.run_log import ObservedRun
 
 
 class ControlledRun:

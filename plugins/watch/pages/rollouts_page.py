@@ -124,7 +124,7 @@ def _episode(view: RunView, row: Mapping[str, Any]) -> dict[str, Any]:
     for number, turn in enumerate(row["turns"]):
         branch, start, stop = turn["branch"], turn["start"], turn["stop"]
         begin = first.setdefault(branch, start)
-        # As `plugins.episodes.environments.training_signals` names samples.
+        # As `plugins.environments.training_signals` names samples.
         sample = f"{id}/branch{branch}" if branch else id
         scores = view.scores(row["arm"], row["step"], sample)
         turns.append(

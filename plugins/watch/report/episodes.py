@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from cartridge_forge.plugins.episodes.environments.monitors import FLAGS
+from cartridge_forge.plugins.environments.monitors import FLAGS
 from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.plugins.watch.console import number, percent
 from cartridge_forge.plugins.watch.report.template import Block, Row, shortened

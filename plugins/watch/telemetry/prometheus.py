@@ -33,8 +33,8 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from cartridge_forge.plugins.cluster.tls.identity import read_identity
-from cartridge_forge.plugins.cluster.tls.listener import POLL_SECONDS, MutualTlsRequests
+from cartridge_forge.plugins.host.tls import read_identity
+from cartridge_forge.plugins.host.tls_listener import POLL_SECONDS, MutualTlsRequests
 from cartridge_forge.plugins.watch.telemetry.hub import role_of, row_values, step_values
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.ports import TraceSpan

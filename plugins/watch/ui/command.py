@@ -6,6 +6,7 @@ import logging
 import secrets
 from pathlib import Path
 
+from cartridge_forge.plugins.chat.wire.foreign import listen
 from cartridge_forge.plugins.serve.access.connections import (
     MOST_SHAKING,
     LimitedServer,
@@ -15,7 +16,6 @@ from cartridge_forge.plugins.serve.access.connections import (
 from cartridge_forge.plugins.serve.spec import HttpSpec
 from cartridge_forge.plugins.watch.control.endpoints import is_loopback
 from cartridge_forge.plugins.watch.ui.served_runs import ServedRuns
-from cartridge_forge.plugins.wire.listening import listen
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.secrets import read_secret
 from cartridge_forge.protocols.spec.services import host_and_port

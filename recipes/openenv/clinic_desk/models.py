@@ -1,6 +1,6 @@
 """Name the environment's action, observation and state."""
 
-from cartridge_forge.plugins.episodes.environments.openenv.desk_env import (
+from cartridge_forge.plugins.environments.openenv.desk_env import (
     DeskAction,
     DeskObservation,
     DeskState,

@@ -19,8 +19,7 @@ from cartridge_forge.actors.heartbeat import HeartbeatActor, HeartbeatHandle, Po
 from cartridge_forge.actors.rsa_aggregator import RSAAggregatorActor
 from cartridge_forge.plugins.chat.episodes import EnvironmentReply, EnvironmentRequest, Observation
 from cartridge_forge.plugins.cluster.hosts.host_heartbeats import HostBeatsActor, WatchedProcess
-from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
-from cartridge_forge.plugins.episodes.spec.problems import ProblemsSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec, ProblemsSpec
 from cartridge_forge.plugins.rsa.spec import RsaSpec
 from cartridge_forge.plugins.strategies.rsa.populations import (
     AggregationInput,

@@ -48,7 +48,7 @@ class Forgetful(EngineGeneratorActor):
 
     @concurrent_endpoint
     async def forget(self, version: int) -> None:
-        from cartridge_forge.plugins.serve.engine.engine_thread import EngineCall
+        from cartridge_forge.plugins.decoding.engine_thread import EngineCall
 
         done: Future[None] = Future()
 
@@ -62,7 +62,7 @@ class Forgetful(EngineGeneratorActor):
     @concurrent_endpoint
     async def exchange(self, version: int, other: int) -> None:
         """Its worker holds the numbers of `other` under `version` from now on."""
-        from cartridge_forge.plugins.serve.engine.engine_thread import EngineCall
+        from cartridge_forge.plugins.decoding.engine_thread import EngineCall
         from cartridge_forge.plugins.vllm.connector import _connector
 
         done: Future[None] = Future()

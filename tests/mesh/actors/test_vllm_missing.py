@@ -18,7 +18,7 @@ sys.meta_path.insert(0, Hidden())
 def test_everything_else_imports_without_it() -> None:
     code = HIDE + (
         "from cartridge_forge.plugins.vllm import draws, kv_layout\n"
-        "import cartridge_forge.plugins.serve.engine.engine_thread\n"
+        "import cartridge_forge.plugins.decoding.engine_thread\n"
         "import cartridge_forge.actors.engine_generator\n"
         "import cartridge_forge.forge_run.cli, cartridge_forge.forge_run.launch\n"
         "import cartridge_forge.training.controller\n"

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from helm import helm, objects, require_helm
+from manifest_checks.check import KUBERNETES, committed
 
 from cartridge_forge.forge_run.commands.k8s import chart, chart_command, render
-from cartridge_forge.plugins.cluster.manifests.overlays import build
+from cartridge_forge.plugins.cluster.manifests.overlays import build, targets
 from cartridge_forge.protocols.errors import SpecError
 
 MESHES = Path(__file__).parents[3] / "meshes"
@@ -155,3 +158,27 @@ def test_the_notes_name_the_secrets(tmp_path: Path) -> None:
     assert "forge-teachers: ANTHROPIC_API_KEY OPENAI_API_KEY" in notes
     assert "control-tls: ca.crt tls.crt tls.key, and in forge-control then the token" in notes
     assert "kubectl label namespace team-a" in notes
+
+
+TREE = committed()
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, list[dict[str, Any]]]:
+    return {target: build(TREE, target) for target in targets(TREE)}
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not here")
+@pytest.mark.parametrize("target", targets(TREE))
+def test_kustomize_itself_builds_the_same(
+    target: str, built: dict[str, list[dict[str, Any]]]
+) -> None:
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(KUBERNETES / target)],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+
+    def ordered(objects: list[dict[str, Any]]) -> list[str]:
+        return sorted(json.dumps(o, sort_keys=True) for o in objects)
+
+    assert ordered(list(yaml.safe_load_all(done.stdout))) == ordered(built[target])

@@ -23,9 +23,8 @@ from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.model.loading import load_model
 from cartridge_forge.learning.ranks import ALONE, ProcessGroup, join
 from cartridge_forge.learning.trainer import CartridgeTrainer
-from cartridge_forge.plugins.cluster.ranks.divided_base import divide_base
-from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, SdpoSpec
-from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, GrpoSpec, SdpoSpec
+from cartridge_forge.plugins.host.ranks import divide_base
 from cartridge_forge.plugins.replay.spec import DpoSpec
 from cartridge_forge.plugins.watch.score_text import decoded
 from cartridge_forge.protocols.errors import DataError, PublishError, RunError

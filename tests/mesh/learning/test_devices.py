@@ -32,10 +32,9 @@ from cartridge_forge.learning.batch import LOGIT_BYTES
 from cartridge_forge.learning.checkpoint import read_checkpoint
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.teacher import TeacherDistribution, score, score_kept, top_k
-from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, SdpoSpec
-from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.decoding.engine import TorchEngine
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, GrpoSpec, SdpoSpec
 from cartridge_forge.plugins.objectives.policy_scores import with_references
-from cartridge_forge.plugins.serve.engine.engine import TorchEngine
 from cartridge_forge.protocols.spec.sections import LossSpec, TrainSpec
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef, Sampling
 from cartridge_forge.services.planes.codec import pack, unpack

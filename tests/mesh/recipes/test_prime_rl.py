@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from cartridge_forge.plugins.chat.messages import TeacherUsage
+from cartridge_forge.plugins.chat.wire.openai_chat import HarnessRequest
+from cartridge_forge.plugins.chat.wire.openai_replies import ChatReply
 from cartridge_forge.plugins.clinic.desk import draw_case, draw_desk
 from cartridge_forge.plugins.clinic.patients import generate_clinic
 from cartridge_forge.plugins.clinic.text import LETTERS, parse_patients
-from cartridge_forge.plugins.episodes.environments.verifiers.chat_endpoint import ChatEndpoint
-from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import KEY, PYTHON
+from cartridge_forge.plugins.environments.verifiers.chat_endpoint import ChatEndpoint
+from cartridge_forge.plugins.environments.verifiers.worker_process import KEY, PYTHON
 from cartridge_forge.plugins.strategies.rsa.islands import RSAShape, draw_parents
-from cartridge_forge.plugins.wire.openai_chat import HarnessRequest
-from cartridge_forge.plugins.wire.openai_replies import ChatReply
 from cartridge_forge.protocols.files import REPOSITORY
 
 SCRIPT = Path(__file__).with_name("verifiers_play.py")

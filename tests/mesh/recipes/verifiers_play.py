@@ -15,7 +15,7 @@ from typing import Any
 
 import verifiers.v1 as vf
 
-from cartridge_forge.plugins.episodes.environments.verifiers.worker_main import (
+from cartridge_forge.plugins.environments.verifiers.worker_main import (
     HARNESS,
     KEY,
     offer_harness,

@@ -16,7 +16,7 @@ from rooms.training.rsa_runs import CANDIDATES
 from small_run import ROOT, Finished, run_to_end
 
 from cartridge_forge.plugins.chat.messages import NANO, PanelVerdict
-from cartridge_forge.plugins.episodes.environments.episode_files import from_row
+from cartridge_forge.plugins.environments.episode_files import from_row
 from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
 from cartridge_forge.plugins.replay.vote_records import from_row as record_from
 from cartridge_forge.protocols.files import read_rows

@@ -15,9 +15,8 @@ from s3_server import S3Server, require_moto, s3_server
 from small_run import Finished, command, latest, run_to_end, running, same_outcome
 
 from cartridge_forge.forge_run.cli import forge
-from cartridge_forge.plugins.library.object_store import ObjectStore
-from cartridge_forge.plugins.library.run_store import stored_runs
-from cartridge_forge.plugins.library.stored_files import read_state
+from cartridge_forge.plugins.host.run_store import stored_runs
+from cartridge_forge.plugins.host.stored_files import ObjectStore, read_state
 
 URL = "s3://runs/of/ours"
 KEPT: dict[str, Any] = {"records.store": URL}

@@ -26,7 +26,7 @@ from cartridge_forge.learning.checkpoint import (
     newest_whole,
     write_checkpoint,
 )
-from cartridge_forge.plugins.library.run_lease import hold_lease
+from cartridge_forge.plugins.host.run_lease import hold_lease
 from cartridge_forge.protocols import files
 from cartridge_forge.protocols.records.run_files import MetricRow, RolloutRow
 from cartridge_forge.services.run_directory import RunDirectory, resume_point, write_run_state

@@ -19,8 +19,7 @@ from cartridge_forge.learning.model.loading import load_model, load_tokenizer
 from cartridge_forge.learning.step import StepOptions, train_step
 from cartridge_forge.learning.teacher import TeacherDistribution, document_kv, score_over
 from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule
-from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
-from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, GrpoSpec
 from cartridge_forge.plugins.library.formats.base_model import made_for, read_base
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
 from cartridge_forge.plugins.library.formats.peft import save

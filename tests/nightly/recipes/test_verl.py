@@ -18,8 +18,7 @@ from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.step import StepOptions, train_step
 from cartridge_forge.learning.teacher import response_logprobs
 from cartridge_forge.learning.trainer_state import CartridgeProgress, LearningRateSchedule
-from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
-from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, GrpoSpec
 from cartridge_forge.plugins.library.formats.peft import save
 from cartridge_forge.protocols.files import REPOSITORY
 from cartridge_forge.protocols.step import PolicySample, Sample, Sampling, TrainBatch

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -105,7 +107,7 @@ SECOND = """
     import sys
     from pathlib import Path
     from cartridge_forge.protocols.errors import RunError
-    from cartridge_forge.plugins.library.run_lease import hold_lease
+    from cartridge_forge.plugins.host.run_lease import hold_lease
 
     try:
         with hold_lease(Path(sys.argv[1]), lambda line: None):
@@ -115,7 +117,7 @@ SECOND = """
 """
 LEASE = """
     import subprocess
-    from cartridge_forge.services import run_lease
+    from cartridge_forge.plugins.host import run_lease
 
     run, where = Path(sys.argv[1]), sys.argv[2]
     if where == "elsewhere":  # an owner of another machine is judged by its beats alone
@@ -207,3 +209,38 @@ def test_a_server_goes_on_and_its_quotas_return_as_before(
         assert client.get("/health").status_code == 200
         assert asked(1).status_code == 200
         assert process.poll() is None
+
+
+def stalls(path: Path) -> list[dict[str, Any]]:
+    """Those in training: 2 s without progress are nothing unusual while processes start."""
+    events = [e for e in rows(path / "events.jsonl") if e["event"] == "stalled"]
+    return [e for e in events if "in training on_policy" in e["message"]]
+
+
+def test_a_stopped_trainer_is_named_with_stacks_and_the_run_goes_on(
+    finished: Finished, tmp_path: Path
+) -> None:
+    words = command(tmp_path, health__dead_after_s=60, watchdog__stall_s=2)
+    with running(words, tmp_path) as run:
+        path = run.wait_for("on_policy", 2)
+        (pids,) = [e["pids"] for e in rows(path / "events.jsonl") if e.get("role") == "trainer"]
+        os.kill(pids[0], signal.SIGSTOP)
+        deadline = time.monotonic() + 120
+        while not (told := stalls(path)):
+            assert time.monotonic() < deadline, "nobody noticed"
+            time.sleep(0.2)
+        os.kill(pids[0], signal.SIGCONT)
+        said, _ = run.process.communicate(timeout=120)
+    assert run.process.returncode == 0, said
+    message = told[0]["message"]
+    assert message.startswith("no progress for ")
+    assert "controller waits for trainer[0]." in message
+    (folder,) = told[0]["stacks"]
+    stacks = {p.stem: p.read_text() for p in Path(folder).iterdir()}
+    assert set(stacks) == {
+        "controller", "store[0]", "generator[0]", "generator[1]", "doc_teacher[0]", "trainer[0]",
+    }  # fmt: skip
+    assert "Thread" in stacks["controller"]
+    same = ("metrics.jsonl", "rollouts.jsonl")
+    assert all((path / n).read_bytes() == (finished.path / n).read_bytes() for n in same)
+    assert latest(tmp_path) == path

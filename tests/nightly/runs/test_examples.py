@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from example_runs import EXAMPLES, counts, ran, ran_whole
 
-from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import PYTHON
+from cartridge_forge.plugins.environments.verifiers.worker_process import PYTHON
 from cartridge_forge.plugins.replay.fake_provider.server import LoopbackServer
 from cartridge_forge.protocols.files import iter_rows
 

@@ -28,7 +28,7 @@ from small_run import run_to_end, running
 
 from cartridge_forge.learning.checkpoint import read_checkpoint
 from cartridge_forge.plugins.chat.messages import PanelVerdict
-from cartridge_forge.plugins.episodes.environments.episode_files import from_row
+from cartridge_forge.plugins.environments.episode_files import from_row
 from cartridge_forge.plugins.replay.vote_records import from_row as record_from
 from cartridge_forge.protocols.files import read_rows
 

@@ -20,7 +20,7 @@ from cartridge_forge.forge_run.launch import monarch_environment, prepare_links
 from cartridge_forge.forge_run.preflight import processor_demand, unmet
 from cartridge_forge.forge_run.resuming import UNFINISHED, open_directory, sizes_of
 from cartridge_forge.plugins.cluster.hosts.handshake import reached_at
-from cartridge_forge.plugins.cluster.tls.certificates import certificates
+from cartridge_forge.plugins.host.tls import certificates
 from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import CheckpointError, SpecError
 from cartridge_forge.protocols.spec.mesh import HostsSpec, RunSpec

@@ -14,7 +14,7 @@ from channel_setup import progress_of
 from hypothesis import given
 from hypothesis import strategies as st
 from rooms.learning.devices_setup import ZERO, packed_of, per_token, student
-from rooms.learning.random_rounding import rounded
+from rooms.learning.trainer_setup import rounded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -25,8 +25,7 @@ from cartridge_forge.learning.batch import (
 )
 from cartridge_forge.learning.losses.channel import active_channels
 from cartridge_forge.learning.teacher import TeacherDistribution
-from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
-from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, GrpoSpec
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import (
     HintedTurn,

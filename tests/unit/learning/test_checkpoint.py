@@ -18,7 +18,6 @@ from cartridge_forge.learning.checkpoint import (
     MANIFEST,
     Checkpoint,
     LastState,
-    is_checkpoint,
     last_of_arms,
     list_checkpoints,
     part_name,
@@ -30,6 +29,7 @@ from cartridge_forge.learning.trainer_state import (
     LearningRateSchedule,
     TrainerState,
 )
+from cartridge_forge.plugins.library.formats.run_checkpoint import is_checkpoint
 from cartridge_forge.protocols.errors import CheckpointError
 from cartridge_forge.protocols.files import sha256_of
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from rooms.learning.random_rounding import random_rounding
+from rooms.learning.trainer_setup import random_rounding
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel

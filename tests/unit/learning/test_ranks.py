@@ -30,7 +30,7 @@ from cartridge_forge.learning.checkpoint import (
     write_checkpoint,
 )
 from cartridge_forge.learning.ranks import ALONE, ProcessGroup, map_large, to_host
-from cartridge_forge.plugins.cluster.ranks.interfaces import interface_to
+from cartridge_forge.plugins.host.ranks import interface_to
 from cartridge_forge.protocols.errors import DataError
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from channel_setup import ALL, Done, bank_of, changed, do, prefixes, scene, trained
-from rooms.learning.random_rounding import random_rounding
+from rooms.learning.trainer_setup import random_rounding
 from torch import Tensor
 
 from cartridge_forge.learning import attention

@@ -20,7 +20,7 @@ from channel_setup import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from rooms.learning.random_rounding import random_rounding
+from rooms.learning.trainer_setup import random_rounding
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -10,7 +10,7 @@ from cartridge_forge.forge_run.cli import forge_run
 from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml
 from cartridge_forge.protocols.errors import SpecError
-from cartridge_forge.protocols.secrets import confined, has_password, read_secret, redacted
+from cartridge_forge.protocols.secrets import IN_ADDRESS, confined, read_secret, redacted
 
 SECRET = "sk-live-51Hx9c"
 MESH = "meshes/three_channels.yaml"
@@ -136,8 +136,8 @@ def test_a_secret_is_known_by_its_form(text: str, shown: str) -> None:
 def test_an_address_with_a_password_is_refused_wherever_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert has_password(f"https://me:{SECRET}@x.org/questions.json")
-    assert not has_password("http://127.0.0.1:8000/questions.json")
+    assert IN_ADDRESS.search(f"https://me:{SECRET}@x.org/questions.json")
+    assert not IN_ADDRESS.search("http://127.0.0.1:8000/questions.json")
     assert forge_run([MESH, "--dry-run", "--set", f"data.path=https://me:{SECRET}@x.org/a"]) == 2
     said = capsys.readouterr().err
     assert "path must be an address without a password: got a value that is not shown" in said

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cartridge_forge.plugins.chat.rollouts import hash_of, mean_nll
+from cartridge_forge.plugins.library.formats.cartridge_file import date_of, source_of
 from cartridge_forge.plugins.statistics.gold import clusters, pairing_key
 from cartridge_forge.plugins.watch.score_text import (
     LEAST,
@@ -31,13 +32,7 @@ from cartridge_forge.plugins.watch.score_text import (
 from cartridge_forge.protocols.errors import CheckpointError, DataError
 from cartridge_forge.protocols.files import steady_time
 from cartridge_forge.protocols.records.answers import TEXT_LIMIT, Answer, cut, to_row
-from cartridge_forge.protocols.records.run_files import (
-    CHAT_FILE,
-    date_of,
-    read_date,
-    source_of,
-    write_date,
-)
+from cartridge_forge.protocols.records.run_files import CHAT_FILE, read_date, write_date
 from cartridge_forge.protocols.step import (
     Completion,
     HintedTurn,

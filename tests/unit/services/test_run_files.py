@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from fake_mesh import run
 
-from cartridge_forge.plugins.library import run_store
-from cartridge_forge.plugins.library.object_store import ObjectStore, StoreError
-from cartridge_forge.plugins.library.run_store import (
+from cartridge_forge.plugins.host import run_store
+from cartridge_forge.plugins.host.run_store import (
     RunMirror,
     StoredRun,
     fetch,
@@ -23,7 +22,7 @@ from cartridge_forge.plugins.library.run_store import (
     stored_runs,
     take_lease,
 )
-from cartridge_forge.plugins.library.stored_files import TRAINER, StoredFolder
+from cartridge_forge.plugins.host.stored_files import TRAINER, ObjectStore, StoredFolder, StoreError
 from cartridge_forge.protocols.errors import CheckpointError, RunError
 from cartridge_forge.protocols.files import read_rows
 from cartridge_forge.protocols.ports import TraceSpan

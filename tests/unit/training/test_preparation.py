@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+from rooms.training.rsa_runs import learn
+
+from cartridge_forge.plugins.watch.notices import PreparationProgress, step_warnings
+from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.step import (
     NOT_BEGUN,
     Preparation,
+    TrainStepOutput,
     advance_preparation,
     preparation,
     set_preparation,
     work_done,
 )
-from cartridge_forge.training.controller import STARTING, PreparationProgress
+from cartridge_forge.training.controller import STARTING
 
 
 def test_the_share_of_a_cartridge_counts_while_one_is_in_progress() -> None:
@@ -75,3 +83,44 @@ def test_cartridges_that_were_prepared_at_once_are_not_shown() -> None:
     assert not quick.moved(Preparation(0, 4), 0.5)
     assert not quick.moved(Preparation(3, 4), 1.5)
     assert not quick.moved(Preparation(4, 4), 9.0), "a start that nobody saw begin has no end"
+
+
+def spec(**sets: Any) -> LearnSpec:
+    plain: dict[str, Any] = learn().model_dump(exclude_defaults=True)
+    for name, value in sets.items():
+        section, _, key = name.partition("__")
+        plain.setdefault(section, {})[key] = value
+    return type(learn()).model_validate(plain)
+
+
+def warnings(learned: LearnSpec, **facts: float) -> dict[str, str]:
+    return step_warnings(learned, TrainStepOutput(0.0, terms={"doc_kl": facts}))
+
+
+def test_most_tokens_behind_a_mistake() -> None:
+    assert warnings(spec(), after_refusal=0.5) == {}
+    told = warnings(spec(), after_refusal=0.74)
+    assert set(told) == {"after_refusal"}
+    text = told["after_refusal"]
+    assert text.startswith("74% of the trained tokens lie behind a token that the student wrote")
+    assert "less than 0.05" in text
+    assert "set rollout.verify: {rule: threshold}" in text
+    assert warnings(spec(rollout__until_refused=0.01), after_refusal=0.74) == {}
+
+
+@pytest.mark.parametrize("mass", [0.9, 1.0])
+def test_a_student_that_is_seen_is_not_warned_of(mass: float) -> None:
+    assert warnings(spec(), student_mass=mass) == {}
+
+
+def test_a_divergence_that_misses_the_student() -> None:
+    told = warnings(spec(teacher__top_k=7), student_mass=0.68, after_refusal=0.1)
+    assert set(told) == {"student_mass"}
+    assert told["student_mass"].startswith(
+        "the loss sees 68% of the student's probability in the teacher's top 7 (teacher.top_k)"
+    )
+    assert "below 90%" in told["student_mass"]
+
+
+def test_a_step_without_document_distillation() -> None:
+    assert step_warnings(spec(), TrainStepOutput(0.0, terms={"grpo": {"value": 1.0}})) == {}

@@ -7,7 +7,7 @@ import argparse
 import uvicorn
 from openenv.core.env_server.http_server import create_app
 
-from cartridge_forge.plugins.episodes.environments.openenv.desk_env import DeskEnvironment
+from cartridge_forge.plugins.environments.openenv.desk_env import DeskEnvironment
 from recipes.openenv.clinic_desk.models import DeskAction, DeskObservation, DeskState
 
 MAX_SESSIONS = 256

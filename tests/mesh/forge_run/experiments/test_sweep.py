@@ -18,7 +18,7 @@ from cartridge_forge.forge_run.experiments.table import plots, positions, table
 from cartridge_forge.forge_run.experiments.trials import Trial
 from cartridge_forge.plugins.chat.episodes import Episode, Observation, Task, Turn
 from cartridge_forge.plugins.chat.messages import NANO, AgentMessage
-from cartridge_forge.plugins.episodes.environments.episode_files import to_row
+from cartridge_forge.plugins.environments.episode_files import to_row
 from cartridge_forge.plugins.replay.budget import ANSWERED
 from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml
 from cartridge_forge.protocols.errors import RunError, SpecError

@@ -11,7 +11,7 @@ from channel_setup import ALL, bank_of, changed, do, scene, with_sampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.episodes.spec.objective import GrpoSpec
 
 if TYPE_CHECKING:
     from twins import Twin

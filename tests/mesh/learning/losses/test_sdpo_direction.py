@@ -29,9 +29,9 @@ from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Observatio
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.clinic.desk import HINTS, draw_case, draw_desk
-from cartridge_forge.plugins.episodes.environments.hints import failed_turns, template_hint
-from cartridge_forge.plugins.episodes.environments.rollout import over_cartridge, run_episodes
-from cartridge_forge.plugins.episodes.environments.training_signals import (
+from cartridge_forge.plugins.environments.hints import failed_turns, template_hint
+from cartridge_forge.plugins.environments.rollout import over_cartridge, run_episodes
+from cartridge_forge.plugins.environments.training_signals import (
     hinted_turns,
     rl_samples,
     turn_samples,

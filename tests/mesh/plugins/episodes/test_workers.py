@@ -19,10 +19,9 @@ from cartridge_forge.plugins.chat.episodes import (
     Task,
 )
 from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool
-from cartridge_forge.plugins.episodes.environments.python.client import PythonEnvironment
-from cartridge_forge.plugins.episodes.rewards.workers import RewardWorker
-from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
-from cartridge_forge.plugins.episodes.spec.rewards import RewardSpec
+from cartridge_forge.plugins.environments.python.client import PythonEnvironment
+from cartridge_forge.plugins.environments.rewards.workers import RewardWorker
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec, RewardSpec
 from cartridge_forge.protocols.errors import DataError
 
 BUDGET = 120.0

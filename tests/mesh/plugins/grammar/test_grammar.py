@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from cartridge_forge.learning.decode import generate
 from cartridge_forge.learning.model.loading import load_model, text_of, tokenizer_of
 from cartridge_forge.learning.teacher import document_kv
+from cartridge_forge.plugins.decoding.engine import TorchEngine
 from cartridge_forge.plugins.decoding.grammar import Grammars
-from cartridge_forge.plugins.serve.engine.engine import TorchEngine
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.grammar import GrammarKind, ResponseGrammar
+from cartridge_forge.protocols.response_rules import GrammarKind, ResponseGrammar
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef, Sampling
 
 READER = str(Path(__file__).parents[4] / "models/clinic-reader")

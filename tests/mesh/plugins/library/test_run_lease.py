@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from cartridge_forge.plugins.library import run_lease
-from cartridge_forge.plugins.library.run_lease import FILE, hold_lease
+from cartridge_forge.plugins.host import run_lease
+from cartridge_forge.plugins.host.run_lease import FILE, hold_lease
 from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.services.proc_info import began
 
@@ -55,7 +55,7 @@ def test_it_is_held_once_and_again_after_its_end(tmp_path: Path, said: list[str]
 def test_of_two_that_come_at_once_one_is_refused(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
-        "from cartridge_forge.plugins.library.run_lease import hold_lease\n"
+        "from cartridge_forge.plugins.host.run_lease import hold_lease\n"
         "from cartridge_forge.protocols.errors import RunError\n"
         "sys.stdin.readline()\n"
         "try:\n"

@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from rooms.teachers.actions_setup import JSON, TYPED_STATE
+from rooms.teachers.panel_setup import JSON, TYPED_STATE
 
 from cartridge_forge.plugins.chat.messages import Action, TextAction, ToolAction
 from cartridge_forge.plugins.replay.actions import action_of, canonical

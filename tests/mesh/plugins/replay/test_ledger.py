@@ -13,7 +13,7 @@ import pytest
 import replay_worker
 from replay_setup import a_spec, a_teacher, ledger_rows, prices, right
 from replay_worker import RACE_PAID, RACE_WORST
-from rooms.teachers.ledger_setup import CALL, opened
+from rooms.teachers.panel_setup import CALL, opened
 
 from cartridge_forge.plugins.replay.budget import INTERRUPTED, CallLater, CallNow, SpendTotals
 from cartridge_forge.plugins.replay.fake_provider.app import FakeProvider, FaultRates

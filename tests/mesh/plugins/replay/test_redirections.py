@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Task
-from cartridge_forge.plugins.episodes.environments.openenv.client import (
+from cartridge_forge.plugins.environments.openenv.client import (
     OpenEnvClient,
     action_schema,
 )
-from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec
 from cartridge_forge.plugins.replay.clients import connect
 from cartridge_forge.plugins.replay.prompts import TeacherPrompt, TeacherReply
 from cartridge_forge.plugins.replay.spec import PriceSpec, Provider, ReplayTeacherSpec

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_hub import FakeHub, Repo, fake_hub
+from rooms.serving.resident_setup import RecordingBackend
 from serving_setup import READER, add_cartridge, an_api_key, raw, serving
 
+from cartridge_forge.learning.checkpoint import sha256_of
 from cartridge_forge.plugins.library.formats import forge
 from cartridge_forge.plugins.library.formats.base_model import read_base
-from cartridge_forge.plugins.library.store import CartridgeStore
+from cartridge_forge.plugins.library.store import CartridgeStore, CartridgeVersion
+from cartridge_forge.plugins.serve.engine.resident_cartridges import ResidentCartridges
 from cartridge_forge.plugins.serve.spec import HubSpec, load_serve
 from cartridge_forge.protocols.errors import SpecError
 
@@ -131,3 +136,28 @@ def test_the_keys_are_checked() -> None:
     sets = ["hub.repositories={me/ward: ward}", "hub.endpoint=ftp://x"]
     with pytest.raises(SpecError, match=r"hub\.endpoint"):
         load_serve("meshes/serve.yaml", sets=sets)
+
+
+def test_versions_reach_the_generators_in_their_order(
+    entries: dict[str, CartridgeVersion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly_first(path: Path) -> str:
+        time.sleep(0.2 if path == entries["a"].path else 0.0)
+        return sha256_of(path)
+
+    monkeypatch.setattr(
+        "cartridge_forge.plugins.serve.engine.resident_cartridges.sha256_of", slowly_first
+    )
+
+    async def use() -> list[tuple[str, int]]:
+        backend = RecordingBackend()
+        shelf = ResidentCartridges(backend, 2)
+
+        async def one(name: str) -> None:
+            async with shelf.using(entries[name]):
+                pass
+
+        await asyncio.gather(one("a"), one("b"))
+        return backend.told
+
+    assert asyncio.run(use()) == [("load b", 1), ("load a", 2)]

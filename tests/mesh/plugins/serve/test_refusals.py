@@ -16,7 +16,7 @@ from serving_setup import (
     refused,
 )
 
-from cartridge_forge.plugins.wire.openai_chat import ChatRequest, CompletionRequest
+from cartridge_forge.plugins.chat.wire.openai_chat import ChatRequest, CompletionRequest
 
 
 @pytest.mark.parametrize(

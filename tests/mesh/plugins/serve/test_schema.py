@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rooms.serving.schema_setup import ROUTES
+from rooms.serving.resident_setup import ROUTES
 from serving_setup import MODEL
 
+from cartridge_forge.plugins.chat.wire.errors import ErrorAnswer
 from cartridge_forge.plugins.serve.app import Server
-from cartridge_forge.plugins.serve.errors import ErrorAnswer
 
 WORDS = st.text(st.characters(), max_size=6)  # halves of surrogate pairs, too
 

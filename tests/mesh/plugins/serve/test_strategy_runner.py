@@ -25,10 +25,10 @@ from serving_setup import (
     wait_until,
 )
 
+from cartridge_forge.plugins.chat.wire.openai_chat import ChatRequest
 from cartridge_forge.plugins.serve.access.keys import anyone
 from cartridge_forge.plugins.serve.engine.strategy_runner import CatalogueStrategies
 from cartridge_forge.plugins.strategies.catalog import STRATEGIES
-from cartridge_forge.plugins.wire.openai_chat import ChatRequest
 
 CHAT: list[Any] = [{"role": "user", "content": QUESTION}]
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+from rooms.strategies.rsa_setup import provider  # noqa: F401
 
 from cartridge_forge.plugins.strategies.answers.equivalence import end_judge
 

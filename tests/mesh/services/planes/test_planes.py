@@ -348,7 +348,7 @@ def test_torchstore_asks_for_the_kind_and_place_of_a_value_where_we_answer() -> 
     """Should a release name it otherwise, every get would ask twice again, and nothing fail."""
     from torchstore.client import LocalClient
 
-    from cartridge_forge.services.planes.torchstore import TensorClient
+    from cartridge_forge.plugins.host.torchstore import TensorClient
 
     answered = {"_get_stored_object_type", "_locate_volumes"}
     assert set(vars(TensorClient)) & set(vars(LocalClient)) >= answered

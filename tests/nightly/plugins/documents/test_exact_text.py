@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from rooms.training.longhealth_setup import learn, tasks
+from rooms.training.rsa_runs import learn, tasks
 from rooms.training.verified_room import Room
 from small_run import ROOT
 from torch import Tensor

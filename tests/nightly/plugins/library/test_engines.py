@@ -25,7 +25,7 @@ from cartridge_forge.plugins.library.exports.engines import ENGINES, export
 from cartridge_forge.plugins.library.formats.base_model import made_for, read_base
 from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.logit_rules import LogitRules
+from cartridge_forge.protocols.response_rules import LogitRules
 from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, Sampling
 
 END, TOKENS, MOST = 2, 24, 200

@@ -13,8 +13,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cartridge_forge.plugins.clinic import vocabulary as words
 from cartridge_forge.plugins.clinic.desk import case_of
-from cartridge_forge.plugins.episodes.environments.problems import ProblemSet, open_problems
-from cartridge_forge.plugins.episodes.spec.problems import ProblemsSpec
+from cartridge_forge.plugins.environments.problems import ProblemSet, open_problems
+from cartridge_forge.plugins.environments.spec import ProblemsSpec
 from models.pretrain.clerk_tasks import draw_episode
 from models.pretrain.reader_tasks import TaughtMessage
 

@@ -8,7 +8,7 @@ import torch
 from twins import Twin
 
 from cartridge_forge.learning.decode import generate
-from cartridge_forge.plugins.serve.engine.engine import TorchEngine
+from cartridge_forge.plugins.decoding.engine import TorchEngine
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import (
     Completion,

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replay_setup import KEY, a_spec, a_teacher, prices, right
+from hypothesis import strategies as st
+from replay_setup import KEY, READ, a_spec, a_state, a_teacher, prices, right
 
-from cartridge_forge.plugins.chat.messages import PanelVerdict, ReplayState
-from cartridge_forge.plugins.replay.budget import SpendTotals
+from cartridge_forge.plugins.chat.messages import AgentTool, PanelVerdict, ReplayState
+from cartridge_forge.plugins.replay.budget import SpendTotals, TeacherCall
 from cartridge_forge.plugins.replay.clients import connect
 from cartridge_forge.plugins.replay.fake_provider.app import FakeProvider
 from cartridge_forge.plugins.replay.ledger import SpendLedger
@@ -66,3 +67,35 @@ def totals(path: Path, spec: ReplaySpec, run: str = "run") -> SpendTotals:
         return ledger.totals(run)
     finally:
         ledger.close()
+
+
+TYPED = AgentTool(
+    "typed",
+    "One argument of each type.",
+    {
+        "type": "object",
+        "properties": {
+            "i": {"type": "integer"},
+            "n": {"type": "number"},
+            "s": {"type": "string"},
+            "b": {"type": "boolean"},
+            "l": {"type": "array", "items": {"type": "integer"}},
+            "o": {"type": "object", "properties": {"i": {"type": "integer"}}},
+        },
+    },
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+TYPED_STATE = a_state(tools=(TYPED, READ))
+
+SPEC = a_spec(a_teacher("a", "http://127.0.0.1:1"))
+CALL = TeacherCall("k", "a", "run", 5_000)
+
+
+def opened(path: Path) -> SpendLedger:
+    """Return the ledger at a path."""
+    return SpendLedger(path, limits_of(SPEC), lock_timeout_s=5.0)

@@ -15,8 +15,8 @@ from cartridge_forge.forge_run.commands.explain import command
 from cartridge_forge.forge_run.commands.health_check import main
 from cartridge_forge.forge_run.commands.make import _name_of, library_names
 from cartridge_forge.forge_run.commands.selfstudy import selfstudy
-from cartridge_forge.plugins.cluster.tls.certificates import certificates
 from cartridge_forge.plugins.documents.reading import ReadResult, UserDocument
+from cartridge_forge.plugins.host.tls import certificates
 from cartridge_forge.plugins.statistics.formatting import TableSection
 from cartridge_forge.protocols.errors import DataError, SpecError
 from cartridge_forge.protocols.files import REPOSITORY

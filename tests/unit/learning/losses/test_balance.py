@@ -13,8 +13,7 @@ from channel_setup import ALL, bank_of, changed, do, of_cartridge, progress_of, 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
-from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, GrpoSpec
 from cartridge_forge.plugins.objectives.balance import GradientBalance
 from cartridge_forge.protocols.step import TrainBatch
 

@@ -48,8 +48,7 @@ from cartridge_forge.learning.teacher import (
     score_over,
 )
 from cartridge_forge.plugins.episodes.losses.advantages import group_advantages
-from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, SdpoSpec
-from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, GrpoSpec, SdpoSpec
 from cartridge_forge.plugins.replay.spec import DpoSpec
 from cartridge_forge.protocols.errors import DataError, ForgeError, RunError, StaleTokenError
 from cartridge_forge.protocols.step import (

@@ -21,8 +21,7 @@ from cartridge_forge.learning.teacher import (
     score_kept,
 )
 from cartridge_forge.learning.trainer import CartridgeTrainer
-from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
-from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, GrpoSpec
 from cartridge_forge.plugins.objectives.policy_scores import document_logprobs
 from cartridge_forge.protocols.errors import CheckpointError, DataError
 from cartridge_forge.protocols.spec.sections import TrainSpec

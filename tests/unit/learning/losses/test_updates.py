@@ -29,8 +29,7 @@ from cartridge_forge.learning.checkpoint import read_checkpoint
 from cartridge_forge.learning.teacher import response_logprobs
 from cartridge_forge.learning.trainer import CartridgeTrainer
 from cartridge_forge.plugins.episodes.losses.advantages import group_advantages
-from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, SdpoSpec
-from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective, GrpoSpec, SdpoSpec
 from cartridge_forge.plugins.objectives.policy_scores import shared_logprobs
 from cartridge_forge.plugins.objectives.updates import divide, joined_output
 from cartridge_forge.protocols.errors import RunError, StaleTokenError

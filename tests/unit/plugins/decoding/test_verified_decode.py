@@ -16,7 +16,7 @@ from cartridge_forge.learning.draws import DecodeState, new_row
 from cartridge_forge.learning.teacher import document_kv
 from cartridge_forge.plugins.decoding.verified.decode import VerifiedBatch, VerifiedRow, check_draft
 from cartridge_forge.protocols.errors import DataError
-from cartridge_forge.protocols.grammar import ResponseGrammar
+from cartridge_forge.protocols.response_rules import ResponseGrammar
 from cartridge_forge.protocols.step import (
     Completion,
     Draft,

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
-from cartridge_forge.plugins.episodes.spec.objective import EpisodesObjective
-from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec, MismatchSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec
+from cartridge_forge.plugins.episodes.spec.objective import (
+    EpisodesObjective,
+    GrpoSpec,
+    MismatchSpec,
+)
 from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.spec.learn import LearnSpec

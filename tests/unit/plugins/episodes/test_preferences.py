@@ -20,8 +20,8 @@ from cartridge_forge.plugins.chat.messages import (
     ToolAction,
 )
 from cartridge_forge.plugins.clinic.desk import HINTS
-from cartridge_forge.plugins.episodes.environments.action_parsing import DESK
-from cartridge_forge.plugins.episodes.environments.training_signals import replay_states
+from cartridge_forge.plugins.environments.action_parsing import DESK
+from cartridge_forge.plugins.environments.training_signals import replay_states
 from cartridge_forge.plugins.episodes.hint_writers import HintWriter
 from cartridge_forge.plugins.episodes.preferences import AskedState, PreferenceQueue
 from cartridge_forge.plugins.episodes.spec.objective import SdpoSpec

@@ -17,20 +17,20 @@ from cartridge_forge.plugins.chat.episodes import Episode, Task
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.clinic.desk import draw_desk
 from cartridge_forge.plugins.documents.study.verified import opened
-from cartridge_forge.plugins.episodes.environments.episode_files import from_row, to_row
-from cartridge_forge.plugins.episodes.environments.rollout import (
+from cartridge_forge.plugins.environments.episode_files import from_row, to_row
+from cartridge_forge.plugins.environments.rollout import (
     over_cartridge,
     over_document,
     run_episodes,
 )
-from cartridge_forge.plugins.episodes.environments.script import play_script
-from cartridge_forge.plugins.episodes.environments.training_signals import (
+from cartridge_forge.plugins.environments.script import play_script
+from cartridge_forge.plugins.environments.training_signals import (
     branch_samples,
     turn_samples,
 )
 from cartridge_forge.plugins.episodes.recipe import with_episodes
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
-from cartridge_forge.plugins.episodes.task_sources.opening import open_handbooks
+from cartridge_forge.plugins.episodes.task_sources.base import open_handbooks
 from cartridge_forge.plugins.episodes.verified_turns import VerifiedTurns
 from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.step import PrefixRef, Sampling, stream_seed

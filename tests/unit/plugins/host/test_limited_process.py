@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cartridge_forge.plugins.host import limited_process
+from cartridge_forge.plugins.host.directories import owned_directory
 from cartridge_forge.plugins.host.limited_process import LimitedProcess, ProcessLimits
 from cartridge_forge.protocols.errors import RunError
 
@@ -74,3 +76,29 @@ def test_one_that_is_killed_while_it_starts_is_not_started_again(tmp_path: Path)
             process.call({"number": 3})
         killer.join()
     assert starts(tmp_path) == 1
+
+
+def test_only_directories_of_dead_owners_are_removed(tmp_path: Path) -> None:
+    living, lock = owned_directory(str(tmp_path), "forge-sockets")
+    dead, dead_lock = owned_directory(str(tmp_path), "forge-sockets")
+    (dead / "socket").write_text("")
+    os.close(dead_lock)
+    others = [
+        tmp_path / name
+        for name in (
+            "forge-sockets", "forge-sockets-notes", "forge-sockets-12-notes",
+            "forge-sockets-x-abcdefgh", "forge-sockets-12-abcdefghi",
+            "cartridge-forge-12-abcdefgh", "cartridge-forge-ht5ar37n",
+        )
+    ]  # fmt: skip
+    for folder in others:
+        folder.mkdir()
+        (folder / "kept").write_text("")
+    made, made_lock = owned_directory(str(tmp_path), "forge-sockets")
+    assert not dead.exists()
+    assert {*tmp_path.iterdir()} == {living, made, *others}
+    assert all((folder / "kept").is_file() for folder in others)
+    assert made.stat().st_mode & 0o777 == 0o700
+    assert made.name.startswith(f"forge-sockets-{os.getpid()}-")
+    for descriptor in (lock, made_lock):
+        os.close(descriptor)

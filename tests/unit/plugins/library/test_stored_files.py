@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from cartridge_forge.plugins.library import stored_files
-from cartridge_forge.plugins.library.object_store import MissingError, ObjectStore, StoreError
-from cartridge_forge.plugins.library.stored_files import (
+from cartridge_forge.plugins.host import stored_files
+from cartridge_forge.plugins.host.stored_files import (
     CONTROLLER,
     NOTHING,
     TRAINER,
     LedgerFile,
+    MissingError,
+    ObjectStore,
     StoredFolder,
+    StoreError,
     TrainerFiles,
     pull,
     read_state,

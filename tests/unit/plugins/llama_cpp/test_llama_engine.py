@@ -12,14 +12,13 @@ from gguf_setup import ARCHITECTURES, SCALING, drawn, trained_pieces, write_gguf
 from cartridge_forge.learning.cartridge import fingerprint
 from cartridge_forge.learning.model.loading import load_model, tokenizer_of
 from cartridge_forge.learning.teacher import context_ids, document_kv
+from cartridge_forge.plugins.decoding.engine import TorchEngine
 from cartridge_forge.plugins.decoding.grammar import Grammars
 from cartridge_forge.plugins.library.base_models.kept import from_gguf
 from cartridge_forge.plugins.llama_cpp.engine import FIRST_POSITIONS, MOST_ROWS, LlamaEngine
-from cartridge_forge.plugins.serve.engine.engine import TorchEngine
 from cartridge_forge.protocols.errors import DataError, PublishError
-from cartridge_forge.protocols.grammar import ResponseGrammar
-from cartridge_forge.protocols.logit_rules import LogitRules
 from cartridge_forge.protocols.ports import TokenChunk
+from cartridge_forge.protocols.response_rules import LogitRules, ResponseGrammar
 from cartridge_forge.protocols.step import (
     Completion,
     Draft,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from replay_setup import a_state
-from rooms.teachers.actions_setup import TYPED, TYPED_STATE
+from rooms.teachers.panel_setup import TYPED, TYPED_STATE
 
 from cartridge_forge.plugins.chat.messages import (
     Action,

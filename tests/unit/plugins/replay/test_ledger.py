@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from replay_setup import a_spec, a_teacher, ledger_rows
 from replay_worker import a_settlement
-from rooms.teachers.ledger_setup import CALL, SPEC, opened
+from rooms.teachers.panel_setup import CALL, SPEC, opened
 
 from cartridge_forge.plugins.replay.budget import (
     INTERRUPTED,

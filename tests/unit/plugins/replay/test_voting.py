@@ -1,10 +1,22 @@
 """Votes: the tables by hand, and that neither order nor abstentions change what is counted."""
 
+import json
+from typing import Any
+
 import pytest
 from replay_setup import STATE, a_state, canonical_read, votes
 
-from cartridge_forge.plugins.chat.messages import ReplayState, ToolAction
+from cartridge_forge.plugins.chat.messages import (
+    OptionAction,
+    ReplayState,
+    TeacherUsage,
+    TeacherVote,
+    TextAction,
+    ToolAction,
+)
+from cartridge_forge.plugins.replay.prompts import state_hash
 from cartridge_forge.plugins.replay.spec import GateSpec
+from cartridge_forge.plugins.replay.vote_records import Record, from_row, to_row
 from cartridge_forge.plugins.replay.voting import decide, next_to_ask, pair_of, worth_asking
 from cartridge_forge.protocols.errors import DataError
 
@@ -105,3 +117,76 @@ def test_who_is_asked_next(notes: tuple[int | None, ...], quorum: int, expected:
 )
 def test_the_gate(state: ReplayState, gate: GateSpec, expected: str) -> None:
     assert worth_asking(state, gate) == expected
+
+
+VOTES = [
+    TeacherVote(
+        "h",
+        "a",
+        "k1",
+        "raw \u2603 \ud800",
+        canonical_read(1),
+        TeacherUsage(5, 6, 7),
+        123,
+        0.25,
+        2,
+        "",
+    ),
+    TeacherVote("h", "b", "k2", "", canonical_read(1), None, 0, 0.5, 1, ""),
+    TeacherVote("h", "c", "k3", "", None, None, 10**15, 0.5, 3, "timeout"),
+]
+VERDICT = decide(a_state(), VOTES, 2, "error_turn")
+PAIR = pair_of(VERDICT)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        a_state(),
+        a_state(student_action=OptionAction("B"), options=("x", "y"), tools=(), confidence=0.25),
+        a_state(student_action=TextAction("halve it"), tools=()),
+        VOTES[1],
+        VERDICT,
+        PAIR,
+    ],
+)
+def test_what_is_written_is_read_back_equal(record: Record) -> None:
+    assert from_row(json.loads(json.dumps(to_row(record)))) == record
+
+
+def test_rows_say_what_they_are() -> None:
+    assert PAIR is not None
+    assert to_row(PAIR) == {
+        "schema": 1,
+        "record": "pair",
+        "state_hash": state_hash(a_state()),
+        "trace_id": "episode/0",
+        "turn": 1,
+        "chosen": canonical_read(1),
+        "rejected": canonical_read(99),
+        "agreeing": 2,
+        "valid": 2,
+        "ref_version": None,
+        "opposing": 0,
+    }
+    assert to_row(a_state())["state_hash"] == state_hash(a_state())
+
+
+def test_a_pair_of_an_older_run_is_read() -> None:
+    assert PAIR is not None
+    older = {key: value for key, value in to_row(PAIR).items() if key != "opposing"}
+    assert from_row(older) == PAIR
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {},
+        {"schema": 2, "record": "pair"},
+        {"schema": 1, "record": "opinion"},
+        {"schema": 1, "record": "pair", "state_hash": "x"},
+    ],
+)
+def test_other_rows_are_refused(row: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="a row of the teacher replay, schema 1, was expected"):
+        from_row(row)

@@ -14,9 +14,9 @@ import pytest
 from pydantic import ValidationError
 
 from cartridge_forge.learning.model.loading import load_tokenizer
-from cartridge_forge.plugins.episodes.environments.problems import ClinicProblems
+from cartridge_forge.plugins.environments.problems import ClinicProblems
+from cartridge_forge.plugins.environments.spec import ProblemsSpec
 from cartridge_forge.plugins.episodes.losses.advantages import group_advantages
-from cartridge_forge.plugins.episodes.spec.problems import ProblemsSpec
 from cartridge_forge.plugins.rsa.problems import ByNumber, OfPatients
 from cartridge_forge.plugins.rsa.recipe import RSARecipe, RSARollout, aggregation_gain
 from cartridge_forge.plugins.rsa.spec import RsaSpec

@@ -1,4 +1,7 @@
 """The fixtures that the tests of this folder share."""
 
-from rooms.serving.resident_setup import entries  # noqa: F401
-from rooms.serving.schema_setup import door  # noqa: F401
+from rooms.serving.resident_setup import (
+    door,  # noqa: F401
+    entries,  # noqa: F401
+)
+from twins import llama, qwen3, twin  # noqa: F401

@@ -10,7 +10,7 @@ from serving_setup import READER
 
 from cartridge_forge.learning.model.loading import load_tokenizer
 from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool
-from cartridge_forge.plugins.serve.detokenizer import TextPiece
+from cartridge_forge.plugins.chat.wire.detokenizer import TextPiece
 from cartridge_forge.plugins.serve.responses import joined
 from cartridge_forge.plugins.serve.structured.call_formats import (
     DESK,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cartridge_forge.plugins.serve.detokenizer import Detokenizer, StopFilter, TextPiece
+from cartridge_forge.plugins.chat.wire.detokenizer import Detokenizer, StopFilter, TextPiece
 from cartridge_forge.protocols.ports import TokenChunk
 from cartridge_forge.protocols.step import Completion
 

@@ -9,11 +9,11 @@ import pytest
 from serving_setup import READER
 
 from cartridge_forge.learning.model.loading import load_tokenizer
-from cartridge_forge.plugins.serve.detokenizer import TextPiece, TokenRecord
+from cartridge_forge.plugins.chat.wire.detokenizer import TextPiece, TokenRecord
+from cartridge_forge.plugins.chat.wire.openai_chat import ForgeExtension, usage
 from cartridge_forge.plugins.serve.request import ServingRequest, requests_of
 from cartridge_forge.plugins.serve.responses import CompletionWire, echoed, unsaid
 from cartridge_forge.plugins.serve.tokenization import EchoedPrompt, Tokenization, TokenizedPrompt
-from cartridge_forge.plugins.wire.openai_chat import ForgeExtension, usage
 from cartridge_forge.protocols.step import Completion, PrefixRef, Sampling
 
 WORDS = ["<bos>", "a", " b", "c", "d"]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rooms.serving.resident_setup import RecordingBackend
 
+from cartridge_forge.plugins.chat.wire.errors import ApiError
 from cartridge_forge.plugins.library.store import CartridgeVersion
 from cartridge_forge.plugins.serve.engine.resident_cartridges import ResidentCartridges
-from cartridge_forge.plugins.serve.errors import ApiError
 from cartridge_forge.protocols.errors import PublishError
 from cartridge_forge.protocols.step import PrefixRef
 

@@ -7,13 +7,24 @@ import math
 import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from format_setup import checkpoint_of
+from pydantic import BaseModel, ValidationError
+from rooms.serving.resident_setup import ROUTES
 
 from cartridge_forge.forge_run.cli import forge
 from cartridge_forge.learning.checkpoint import write_checkpoint
+from cartridge_forge.plugins.chat.wire.anthropic_messages import MessagesRequest
+from cartridge_forge.plugins.chat.wire.openai_chat import ChatRequest, CompletionRequest
+from cartridge_forge.plugins.chat.wire.openai_responses import ResponsesRequest
+from cartridge_forge.plugins.serve.app import Server
+from cartridge_forge.plugins.serve.routes.models import cartridge_models
+from cartridge_forge.plugins.serve.spec import load_serve
+from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.files import library_folder
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -103,3 +114,76 @@ def test_an_address_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert forge(["serve", SERVE, "--set", f"http.listen={address}"]) == 2
     assert f"cannot listen on {address}" in capsys.readouterr().err
+
+
+def test_every_version_is_a_model_and_the_name_alone_is_the_newest() -> None:
+    cartridges = {"p1": [1, 3], "p2": [2]}
+    assert cartridge_models("org/base", cartridges) == [
+        "org/base+p1", "org/base+p1@3", "org/base+p1@1", "org/base+p2", "org/base+p2@2",
+    ]  # fmt: skip
+    assert cartridge_models("base", {}) == []
+
+
+def test_the_schema_names_every_route(door: Server) -> None:
+    paths = door.api.openapi()["paths"]
+    assert set(ROUTES) < set(paths)
+    assert {"/v1/models", "/health", "/ready", "/metrics", "/admin/cartridges/{name}"} < set(paths)
+    for route in ROUTES:
+        answers = paths[route]["post"]["responses"]
+        assert {"200", "400", "401", "404", "413", "429", "503", "504"} <= set(answers)
+
+
+@pytest.mark.parametrize(
+    ("request_type", "body"),
+    [
+        (ChatRequest, {"messages": [{"role": "user", "content": "a"}]}),
+        (CompletionRequest, {"prompt": "a"}),
+        (ResponsesRequest, {"input": "a"}),
+        (MessagesRequest, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}),
+    ],
+)
+def test_a_field_that_is_null_is_as_one_that_was_not_sent(
+    request_type: type[BaseModel], body: dict[str, Any]
+) -> None:
+    """Known or not, as clients that send all their fields write them."""
+    sent = {"model": "clinic-reader", **body}
+    plain = request_type.model_validate(sent)
+    nulls = {"prediction": None, "stream": None, "temperature": None, "tools": None}
+    assert request_type.model_validate({**sent, **nulls}) == plain
+    with pytest.raises(ValidationError, match="prediction"):
+        request_type.model_validate({**sent, "prediction": {}})
+
+
+SHIPPED = str(ROOT / "meshes/serve.yaml")
+
+
+def test_the_shipped_file_loads_with_local_paths() -> None:
+    loaded = load_serve(SHIPPED, sets=["http.max_pending=8", "roles.generator.replicas=1"])
+    spec = loaded.spec
+    assert (spec.http.max_pending, spec.roles.generator.replicas) == (8, 1)
+    assert spec.model.path == str(ROOT / "models/clinic-reader")
+    assert spec.library == str(library_folder())
+    assert str(loaded.place("http.max_pending")) == "--set http.max_pending=8"
+    assert str(loaded.place("library")).endswith("serve.yaml:7")
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (["http.listen=0.0.0.0:80"], "set http.key_env to an environment variable with a key"),
+        (["http.max_pending=0"], r"max_pending must be >= 1: got 0 at --set .* \(http.max_pend"),
+        (["name='a b'"], "name must be letters, digits"),
+        (["train.lr=1"], "unknown key train at --set train.lr=1"),
+        (["http.port=1"], "unknown key port at --set http.port .*known here: listen"),
+        (["http.listen"], "--set takes key.path=value"),
+    ],
+)
+def test_mistakes_name_place_and_remedy(sets: list[str], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        load_serve(SHIPPED, sets=sets)
+
+
+def test_beyond_loopback_with_a_key_or_on_purpose() -> None:
+    for more in ("http.key_env=FORGE_API_KEY", "http.open_to_all=true"):
+        spec = load_serve(SHIPPED, sets=["http.listen=0.0.0.0:8000", more]).spec
+        assert spec.http.listen == "0.0.0.0:8000"

@@ -13,7 +13,7 @@ from serving_setup import READER
 
 from cartridge_forge.learning.model.loading import load_tokenizer
 from cartridge_forge.plugins.chat.messages import AgentMessage
-from cartridge_forge.plugins.serve.errors import ApiError
+from cartridge_forge.plugins.chat.wire.errors import ApiError
 from cartridge_forge.plugins.serve.tokenization import DATES, Tokenization
 
 

@@ -29,7 +29,7 @@ from cartridge_forge.plugins.vllm.kv_layout import (
 )
 from cartridge_forge.plugins.vllm.library import CartridgeLibrary, CartridgeMisfit, open_library
 from cartridge_forge.protocols.errors import DataError, PublishError, SpecError
-from cartridge_forge.protocols.logit_rules import LogitRules
+from cartridge_forge.protocols.response_rules import LogitRules
 from cartridge_forge.protocols.step import PrefixRef, Sampling, composed_ref
 
 CONFIG = {

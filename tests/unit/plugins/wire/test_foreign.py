@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 
-from cartridge_forge.plugins.wire import foreign
-from cartridge_forge.plugins.wire.foreign import count, items, number, read_json, stays, value_of
+from cartridge_forge.plugins.chat.wire import foreign
+from cartridge_forge.plugins.chat.wire.foreign import (
+    count,
+    items,
+    number,
+    read_json,
+    stays,
+    value_of,
+)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from cartridge_forge.forge_run.preflight import plane_notes, slow_products, unmet
+from cartridge_forge.forge_run.preflight import (
+    plane_notes,
+    plane_reason,
+    publish_reason,
+    slow_products,
+    unmet,
+)
 from cartridge_forge.plugins.serve.spec import load_serve
 from cartridge_forge.plugins.spec_files.keys import (
     CONFIG_FILE,
@@ -126,7 +132,7 @@ def test_auto_picks_a_plane_and_says_why(
 ) -> None:
     mesh = MeshSpec.model_validate({"name": "m", "config": "c", "hosts": hosts, "plane": plane})
     assert mesh.carrier == carrier
-    assert mesh.carrier_reason.startswith(reason)
+    assert plane_reason(mesh).startswith(reason)
 
 
 def test_one_host_without_torchstore_uses_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +193,7 @@ def test_how_cartridges_are_published_and_why(
 ) -> None:
     mesh = MeshSpec.model_validate({"name": "m", "config": "c", "hosts": hosts, "publish": publish})
     assert mesh.relays is relays
-    assert mesh.publish_reason.startswith(reason)
+    assert publish_reason(mesh).startswith(reason)
 
 
 def test_relays_need_hosts_that_tell_an_address() -> None:

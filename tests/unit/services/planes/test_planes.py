@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from second_device import elsewhere
 
 from cartridge_forge.plugins.host.plane import SharedMemoryPlane
+from cartridge_forge.plugins.host.torchstore import StoreWatch, TorchStorePlane
 from cartridge_forge.protocols.errors import PlaneError, SpecError
 from cartridge_forge.protocols.step import TensorLayout, check_key
 from cartridge_forge.services.planes.codec import (
@@ -30,7 +31,6 @@ from cartridge_forge.services.planes.codec import (
     unpack,
 )
 from cartridge_forge.services.planes.open import open_plane
-from cartridge_forge.services.planes.torchstore import StoreWatch, TorchStorePlane
 from cartridge_forge.services.proc_info import began
 
 DTYPES = (
@@ -194,7 +194,7 @@ def test_what_lies_on_another_device_is_packed_by_value() -> None:
 
 
 def test_planes_pickle_as_handles() -> None:
-    from cartridge_forge.services.planes.torchstore import TorchStorePlane
+    from cartridge_forge.plugins.host.torchstore import TorchStorePlane
 
     watch = StoreWatch(7, "1/2/3")
     store = pickle.loads(pickle.dumps(TorchStorePlane("handle", 3.0, watch)))  # noqa: S301  our own
@@ -219,9 +219,9 @@ def test_a_missing_torchstore_is_an_error_with_the_command_that_installs_it(
     for name in [name for name in sys.modules if name.startswith("torchstore.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchstore", None)
-    monkeypatch.delitem(sys.modules, "cartridge_forge.services.planes.torchstore", raising=False)
+    monkeypatch.delitem(sys.modules, "cartridge_forge.plugins.host.torchstore", raising=False)
     with pytest.raises(PlaneError, match=r"run `pip install --no-deps torchstore==0\.1\.2`"):
-        importlib.import_module("cartridge_forge.services.planes.torchstore")
+        importlib.import_module("cartridge_forge.plugins.host.torchstore")
 
 
 def test_directories_of_dead_runs_are_removed_and_of_living_ones_kept(tmp_path: Path) -> None:

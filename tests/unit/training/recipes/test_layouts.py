@@ -1,20 +1,31 @@
 """Prompts of corpus and group cartridges: what each is about, is read with, and trains."""
 
+import asyncio
 import dataclasses
 import json
+from collections.abc import Sequence
+from math import sqrt
 from typing import Any
 
 import pytest
 from small_run import ROOT
 
 from cartridge_forge.learning.model.loading import load_tokenizer
-from cartridge_forge.plugins.clinic.text import Patient
-from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts, read_patients
+from cartridge_forge.plugins.clinic.text import Patient, PatientQuestion
+from cartridge_forge.plugins.documents.study.agreement import StudyQuestion
+from cartridge_forge.plugins.documents.study.longhealth import (
+    LongHealthPrompts,
+    LongHealthQuestion,
+    measure,
+    read_patients,
+)
 from cartridge_forge.plugins.documents.study.prompts import titles_of
+from cartridge_forge.plugins.documents.study.rows import gains, weighed
+from cartridge_forge.plugins.documents.synthesis_rows import StudyRow
 from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.layout import CartridgeLayout
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.step import Completion, PrefixRef
+from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef
 from cartridge_forge.training.records import as_rollout, as_rows, rollout_from, with_title
 
 MESH = str(ROOT / "meshes" / "longhealth.yaml")
@@ -147,3 +158,94 @@ def test_patients_are_told_apart_by_name() -> None:
     ]
     run = LongHealthPrompts(learn("cartridge.per=corpus", "data.patients=2"), patients, TOKENIZER)
     assert run.titles == {"p1": "p1", "p2": "p2"}
+
+
+Z = 1.959963984540054
+
+
+def exam(correct: str, *options: str) -> LongHealthQuestion:
+    options = options or ("stenosis", "fracture", "cyst", "ulcer", "normal")
+    question = PatientQuestion("patient_01/0", "patient_01", "which?", options, correct)
+    return LongHealthQuestion(question, "what?", (4, 5), (4, 5), ("p",))
+
+
+def test_right_wrong_and_unreadable() -> None:
+    exams = [exam("cyst"), exam("ulcer"), exam("normal"), exam("stenosis")]
+    answers = [
+        "the answer is cyst.",  # right
+        "answer: d",  # right, by letter
+        "the answer is cyst.",  # wrong
+        "normal",  # names no answer: wrong, and counted apart
+    ]
+    measured = measure(exams, answers)
+    assert measured["accuracy"] == 0.5
+    assert measured["n"] == 4
+    assert measured["parse_failures"] == 1
+    # k = 2 of n = 4: the middle is 0.5, half = z sqrt(2 * 2 / 4 + z^2 / 4) / (4 + z^2) = 0.34996
+    half = Z * sqrt(1 + Z * Z / 4) / (4 + Z * Z)
+    assert measured["ci95"] == pytest.approx([0.5 - half, 0.5 + half])
+    assert measured["ci95"] == pytest.approx([0.15004, 0.84996], abs=1e-5)
+
+
+def test_an_unreadable_answer_is_not_option_a() -> None:
+    measured = measure([exam("stenosis")] * 3, ["", "I cannot say.", "the answer is unknown."])
+    assert (measured["accuracy"], measured["parse_failures"]) == (0.0, 3)
+
+
+def test_either_of_two_letters_with_the_right_text_is_right() -> None:
+    twins = exam("VRd", "VCD", "VRd", "KRd", "VRd", "none of these")
+    answers = ["answer: b", "answer: d", "the answer is VRd", "answer: a"]
+    assert measure([twins] * 4, answers)["accuracy"] == 0.75
+
+
+def test_all_right() -> None:
+    measured = measure([exam("cyst")] * 10, ["answer: c"] * 10)
+    # Wilson at k = n = 10: the lower end is 10 / (10 + z^2)
+    assert measured == {
+        "accuracy": 1.0,
+        "ci95": [pytest.approx(10 / (10 + Z * Z)), 1.0],
+        "n": 10,
+        "parse_failures": 0,
+    }
+
+
+def test_an_answer_is_missing() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        measure([exam("cyst")] * 2, ["answer: c"])
+
+
+def question(key: str, answer: tuple[int, ...]) -> StudyQuestion:
+    return StudyQuestion(key, "kestrel", "cloze", (), (5, 6), answer)
+
+
+def row(key: str) -> StudyRow:
+    return StudyRow(
+        key=key, document="kestrel", source="k", sha256="0", tokens=(0, 1), chars=(0, 1),
+        kind="cloze", asker="plain", question="?", question_sampling={}, question_seed=0,
+        answer_sampling={}, answer_seed=0, model="m", config="c", generator="g", time="t",
+    )  # fmt: skip
+
+
+def test_the_gain_is_what_the_document_adds_to_an_answers_mean_log_probability() -> None:
+    """a: (-1 - 3)/2 with the document, (-5 - 5)/2 without: 3. b: the same either way."""
+    logprobs = {
+        "gain/document/a": (-9.0, -1.0, -3.0), "gain/none/a": (-9.0, -5.0, -5.0),
+        "gain/document/b": (-9.0, -2.0), "gain/none/b": (-9.0, -2.0),
+    }  # fmt: skip
+    asked: list[GenerateRequest] = []
+
+    async def generate(requests: Sequence[GenerateRequest], *_: object) -> list[Completion]:
+        asked.extend(requests)
+        return [
+            Completion(r.id, (), (), (), "length", prompt_logprobs=logprobs[r.id]) for r in requests
+        ]
+
+    studied = [question("a", (7, 8)), question("b", (7,)), question("unanswered", ())]
+    bare = {key: (1, 5, 6) for key in ("a", "b", "unanswered")}
+    found = asyncio.run(gains(studied, bare, generate))
+    assert found == {"a": 3.0, "b": 0.0}
+    assert [(r.prompt_ids, r.prefix.name) for r in asked[:2]] == [
+        ((5, 6, 7, 8), "document/kestrel"), ((1, 5, 6, 7, 8), "document/none"),
+    ]  # fmt: skip
+    rows = weighed([row("a"), row("b"), row("unanswered")], found, 0.1)
+    assert [(r.gain, r.refused) for r in rows] == [(3.0, ""), (0.0, "no_gain"), (None, "")]

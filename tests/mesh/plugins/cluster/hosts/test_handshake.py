@@ -23,8 +23,7 @@ from cartridge_forge.plugins.cluster.hosts.handshake import (
     parse_hello,
     require_same,
 )
-from cartridge_forge.plugins.cluster.tls.certificates import certificates
-from cartridge_forge.plugins.cluster.tls.identity import TlsIdentity, read_identity
+from cartridge_forge.plugins.host.tls import TlsIdentity, certificates, read_identity
 from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.services.pool.hosts import versions
 

@@ -29,8 +29,7 @@ from cartridge_forge.plugins.cluster.hosts.handshake import (
     ask_hello,
 )
 from cartridge_forge.plugins.cluster.hosts.membership import HostMembership
-from cartridge_forge.plugins.cluster.tls.certificates import certificates
-from cartridge_forge.plugins.cluster.tls.identity import read_identity
+from cartridge_forge.plugins.host.tls import certificates, read_identity
 from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.services.pool import process as process_module
 from cartridge_forge.services.pool.hosts import HostWorker, versions

@@ -23,10 +23,9 @@ from cartridge_forge.plugins.cluster.relays.relay import (
 )
 from cartridge_forge.plugins.cluster.relays.relay_wire import ask, connected, data_frames
 from cartridge_forge.plugins.cluster.relays.relayed import RelayedPlane
-from cartridge_forge.plugins.cluster.tls.certificates import certificates
-from cartridge_forge.plugins.cluster.tls.identity import read_identity
-from cartridge_forge.plugins.host.memory_directory import file_of
+from cartridge_forge.plugins.host.directories import file_of
 from cartridge_forge.plugins.host.plane import SharedMemoryPlane
+from cartridge_forge.plugins.host.tls import certificates, read_identity
 from cartridge_forge.protocols.errors import PlaneError, RunError
 from cartridge_forge.protocols.step import TensorRef
 from cartridge_forge.services.planes.codec import layout_of

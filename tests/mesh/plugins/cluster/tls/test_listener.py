@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from cartridge_forge.plugins.cluster.tls.certificates import certificates
-from cartridge_forge.plugins.cluster.tls.identity import read_identity
-from cartridge_forge.plugins.cluster.tls.listener import MOST_CONNECTIONS
+from cartridge_forge.plugins.host.tls import certificates, read_identity
+from cartridge_forge.plugins.host.tls_listener import MOST_CONNECTIONS
 from cartridge_forge.plugins.watch.telemetry.prometheus import MetricsServer
 
 SENT = {

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rooms.training.longhealth_setup import learn, tasks
+from rooms.training.rsa_runs import learn, tasks
 from transformers import PreTrainedTokenizerFast
 
 from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts

@@ -18,18 +18,17 @@ from rooms.environments.clinic_setup import over
 
 from cartridge_forge.plugins.chat.episodes import Episode, Observation, Task, Turn
 from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool
-from cartridge_forge.plugins.episodes.environments.checking import (
+from cartridge_forge.plugins.environments.checking import (
     CheckPlan,
     check_environment,
     drawn_value,
     findings_of,
 )
-from cartridge_forge.plugins.episodes.environments.checking import PlayedEpisode as Played
-from cartridge_forge.plugins.episodes.environments.episode_files import from_row, to_row
-from cartridge_forge.plugins.episodes.environments.problems import ProblemSet, open_problems
-from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import PYTHON
-from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
-from cartridge_forge.plugins.episodes.spec.problems import ProblemsSpec
+from cartridge_forge.plugins.environments.checking import PlayedEpisode as Played
+from cartridge_forge.plugins.environments.episode_files import from_row, to_row
+from cartridge_forge.plugins.environments.problems import ProblemSet, open_problems
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec, ProblemsSpec
+from cartridge_forge.plugins.environments.verifiers.worker_process import PYTHON
 from cartridge_forge.plugins.strategies.answers.extract import Form, extract, plain_answer
 from cartridge_forge.plugins.strategies.rsa.islands import RSAShape
 from cartridge_forge.plugins.strategies.rsa.populations import (

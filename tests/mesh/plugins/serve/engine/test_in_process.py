@@ -6,9 +6,13 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rooms.learning.decoding_setup import ASKED, alone, engine
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_replica import require_vllm
@@ -21,6 +25,7 @@ from cartridge_forge.plugins.clinic.patients import generate_clinic
 from cartridge_forge.plugins.clinic.text import option_prompt, parse_patients
 from cartridge_forge.plugins.serve.engine.in_process import local_sampler
 from cartridge_forge.plugins.strategies.rsa.engine import RSAEngine
+from cartridge_forge.protocols.step import Completion
 
 MODEL = str(Path(__file__).parents[5] / "models" / "clinic-panel")
 
@@ -113,3 +118,42 @@ with local_sampler({str(home)!r}, backend=sys.argv[1], kv_gib=0.2) as sampler:
         told.append(ast.literal_eval(said.stdout.splitlines()[-1]))
     assert told[0] == told[1]
     assert max(id for ids in told[0] for id in ids) < 1458
+
+
+if TYPE_CHECKING:
+    from twins import Twin
+
+
+def same(one: Completion, other: Completion) -> None:
+    assert (one.request_id, one.token_ids, one.finish_reason, one.ended_by, one.dropped) == (
+        other.request_id, other.token_ids, other.finish_reason, other.ended_by, other.dropped,
+    )  # fmt: skip
+    assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+@pytest.fixture
+def expected(twin: Twin) -> list[Completion]:
+    return [alone(twin, r) for r in ASKED]
+
+
+# The fixtures are only read.
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(st.integers(0, 6), min_size=len(ASKED), max_size=len(ASKED)), st.integers(1, 8))
+def test_whenever_they_come_they_get_what_they_would_alone(
+    twin: Twin, expected: list[Completion], steps: list[int], rows: int
+) -> None:
+    """Request i comes `steps[i]` steps after the one before it; at most `rows` are decoded."""
+    served, done = engine(twin, max_rows=rows), {}
+    for r, wait in zip(ASKED, steps, strict=True):
+        for _ in range(wait):
+            done |= dict(served.step())
+        served.add(r.id, r, r.prefix)
+    for _ in range(200):
+        if len(done) == len(ASKED):
+            break
+        done |= dict(served.step())
+    assert dict(served.step()) == {}
+    for r, other in zip(ASKED, expected, strict=True):
+        same(done[r.id], other)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from rooms.strategies.api_endpoint_setup import KEY, anthropic_at, asks, openai_at, say
+from rooms.strategies.rsa_setup import KEY, anthropic_at, asks, openai_at, say
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import request_response
@@ -317,3 +317,13 @@ def test_bad_endpoints_are_told(
 ) -> None:
     with pytest.raises(error, match=words_of_it):
         ApiSampler(replace(openai_at("http://127.0.0.1:9"), **changes))
+
+
+@pytest.mark.parametrize("at", [openai_at, anthropic_at])
+def test_what_never_answers_ends_in_time(at: Any, provider: FakeProvider) -> None:
+    provider.faults = FaultRates(stall=1.0)
+    try:
+        with pytest.raises(RunError, match="q/0 to tiny: timeout at attempt 2 of 2"):
+            say(at(provider.url, timeout_s=0.3, attempts=2), asks())
+    finally:
+        provider.faults = FaultRates()

@@ -41,7 +41,7 @@ from cartridge_forge.plugins.chat.messages import (
     ToolAction,
     VerdictReason,
 )
-from cartridge_forge.plugins.episodes.environments.episode_files import to_row as episode_row
+from cartridge_forge.plugins.environments.episode_files import to_row as episode_row
 from cartridge_forge.plugins.evaluate.strategies import ArmRow
 from cartridge_forge.plugins.replay.budget import CallNow, SettledCall, SpendLimits, TeacherCall
 from cartridge_forge.plugins.replay.ledger import SpendLedger

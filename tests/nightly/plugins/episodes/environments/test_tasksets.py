@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Observation, Task
-from cartridge_forge.plugins.episodes.environments.problems import open_problems
-from cartridge_forge.plugins.episodes.environments.verifiers.stepped import TasksetEnvironment
-from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import PYTHON
-from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
-from cartridge_forge.plugins.episodes.spec.problems import ProblemsSpec
+from cartridge_forge.plugins.environments.problems import open_problems
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec, ProblemsSpec
+from cartridge_forge.plugins.environments.verifiers.stepped import TasksetEnvironment
+from cartridge_forge.plugins.environments.verifiers.worker_process import PYTHON
 from cartridge_forge.plugins.strategies.rsa.populations import JudgedCandidate
 from cartridge_forge.protocols.errors import DataError
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from cartridge_forge.plugins.cluster.hosts.worker import address, work
-from cartridge_forge.plugins.cluster.tls.certificates import certificates
-from cartridge_forge.plugins.cluster.tls.identity import read_identity
+from cartridge_forge.plugins.host.tls import certificates, read_identity
 from cartridge_forge.protocols.errors import SpecError
 
 

@@ -9,10 +9,10 @@ from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from cartridge_forge.forge_run.cli import forge
-from cartridge_forge.plugins.cluster.tls import certificates as making
-from cartridge_forge.plugins.cluster.tls.certificates import certificates
-from cartridge_forge.plugins.cluster.tls.identity import (
+from cartridge_forge.plugins.host import tls as making
+from cartridge_forge.plugins.host.tls import (
     TlsIdentity,
+    certificates,
     environment_identity,
     read_identity,
 )

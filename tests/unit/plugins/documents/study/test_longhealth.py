@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rooms.training.longhealth_setup import learn, tasks
+from rooms.training.rsa_runs import learn, tasks
 from transformers import PreTrainedTokenizerFast
 
 from cartridge_forge.plugins.clinic.text import Patient, option_prompt, sentence_ends

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from rooms.training.longhealth_setup import learn
+from rooms.training.rsa_runs import learn
 from rooms.training.verified_room import Room
 from small_run import ROOT
 from torch import Tensor

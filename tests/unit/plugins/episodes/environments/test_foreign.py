@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool
-from cartridge_forge.plugins.episodes.environments.openenv.wire import observed
-from cartridge_forge.plugins.episodes.environments.verifiers.worker_process import (
+from cartridge_forge.plugins.environments.openenv.wire import observed
+from cartridge_forge.plugins.environments.verifiers.worker_process import (
     KEY,
     VerifiersWorker,
 )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cartridge_forge.plugins.chat.episodes import Episode, Observation, TurnHint
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.clinic.desk import HINTS
-from cartridge_forge.plugins.episodes.environments.hints import (
+from cartridge_forge.plugins.environments.hints import (
     FailedTurn,
     checked_hint,
     failed_turns,

@@ -42,9 +42,9 @@ from cartridge_forge.plugins.chat.messages import (
     ToolAction,
 )
 from cartridge_forge.plugins.clinic.text import PatientQuestion
-from cartridge_forge.plugins.episodes.environments import opening
-from cartridge_forge.plugins.episodes.environments.action_parsing import DESK, JSON
-from cartridge_forge.plugins.episodes.environments.episode_files import (
+from cartridge_forge.plugins.environments import opening
+from cartridge_forge.plugins.environments.action_parsing import DESK, JSON
+from cartridge_forge.plugins.environments.episode_files import (
     all_failed,
     commonest_reason,
     from_row,
@@ -52,10 +52,9 @@ from cartridge_forge.plugins.episodes.environments.episode_files import (
     reason,
     to_row,
 )
-from cartridge_forge.plugins.episodes.environments.problems import clinic_problem
-from cartridge_forge.plugins.episodes.environments.rollout import over_cartridge, run_episodes
-from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
-from cartridge_forge.plugins.episodes.spec.problems import ProblemsSpec
+from cartridge_forge.plugins.environments.problems import clinic_problem
+from cartridge_forge.plugins.environments.rollout import over_cartridge, run_episodes
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec, ProblemsSpec
 from cartridge_forge.plugins.strategies.rsa.populations import JudgedCandidate
 from cartridge_forge.protocols.errors import DataError, PublishError
 from cartridge_forge.protocols.ports import refused

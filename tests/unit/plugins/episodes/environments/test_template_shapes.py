@@ -10,7 +10,7 @@ from rooms.environments.template_shapes import SHAPES, tokenizer
 
 from cartridge_forge.plugins.chat.messages import AgentMessage, AgentTool
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
-from cartridge_forge.plugins.serve.errors import ApiError
+from cartridge_forge.plugins.chat.wire.errors import ApiError
 from cartridge_forge.plugins.serve.tokenization import Tokenization
 from cartridge_forge.protocols.errors import DataError
 

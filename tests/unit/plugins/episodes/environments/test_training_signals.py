@@ -26,10 +26,10 @@ from cartridge_forge.plugins.chat.messages import (
     ToolAction,
 )
 from cartridge_forge.plugins.clinic.desk import HINTS
-from cartridge_forge.plugins.episodes.environments.action_parsing import DESK, JSON
-from cartridge_forge.plugins.episodes.environments.hints import failed_turns, template_hint
-from cartridge_forge.plugins.episodes.environments.monitors import claimed, count_flags, flagged
-from cartridge_forge.plugins.episodes.environments.training_signals import (
+from cartridge_forge.plugins.environments.action_parsing import DESK, JSON
+from cartridge_forge.plugins.environments.hints import failed_turns, template_hint
+from cartridge_forge.plugins.environments.monitors import claimed, count_flags, flagged
+from cartridge_forge.plugins.environments.training_signals import (
     hinted_turns,
     replay_states,
     rl_samples,

@@ -13,7 +13,7 @@ from cartridge_forge.plugins.episodes.losses.advantages import (
     overlong_penalty,
     varying_groups,
 )
-from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec
+from cartridge_forge.plugins.episodes.spec.objective import GrpoSpec
 
 BASELINES = get_args(GrpoSpec.model_fields["baseline"].annotation)
 GLOBAL = ("reinforce_pp", "reinforce_pp_baseline")

@@ -19,7 +19,7 @@ from cartridge_forge.plugins.episodes.losses.grpo import (
     k3_divergence,
     mismatch_weight,
 )
-from cartridge_forge.plugins.episodes.spec.policy_gradient import GrpoSpec, MismatchSpec
+from cartridge_forge.plugins.episodes.spec.objective import GrpoSpec, MismatchSpec
 
 REDUCTIONS = get_args(GrpoSpec.model_fields["reduction"].annotation)
 PLAIN = {"mismatch": None}

@@ -6,9 +6,9 @@ import pytest
 
 from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Episode, RewardOutcome, Turn
 from cartridge_forge.plugins.chat.messages import AgentMessage
-from cartridge_forge.plugins.episodes.environments.single_turn import answered_once, task_of
-from cartridge_forge.plugins.episodes.rewards.combining import can_be_judged, judged, view_of
-from cartridge_forge.plugins.episodes.spec.rewards import RewardSpec
+from cartridge_forge.plugins.environments.rewards.combining import can_be_judged, judged, view_of
+from cartridge_forge.plugins.environments.single_turn import answered_once, task_of
+from cartridge_forge.plugins.environments.spec import RewardSpec
 from cartridge_forge.protocols.step import Sampling
 
 TASK = task_of("t/0", "d", (AgentMessage("user", "2 + 2"),), (), {"answer": 4, "level": 1})

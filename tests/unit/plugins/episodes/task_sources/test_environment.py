@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec
 from cartridge_forge.plugins.episodes.task_sources.base import PRIMER_TEXT
 from cartridge_forge.plugins.episodes.task_sources.environment import (
     EnvironmentTasks,

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
+from cartridge_forge.plugins.chat.wire.errors import ApiError
 from cartridge_forge.plugins.serve.access.admission import Admission, KeyQuota, RequestCost
-from cartridge_forge.plugins.serve.errors import ApiError
 
 
 class Clock:

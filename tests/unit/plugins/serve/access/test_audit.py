@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from cartridge_forge.plugins.chat.wire.errors import ApiError
 from cartridge_forge.plugins.serve.access.audit import NOBODY, AuditLog
-from cartridge_forge.plugins.serve.errors import ApiError
 
 
 class Clock:

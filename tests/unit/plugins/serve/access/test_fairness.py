@@ -7,9 +7,9 @@ from contextlib import ExitStack
 
 import pytest
 
+from cartridge_forge.plugins.chat.wire.errors import ApiError
 from cartridge_forge.plugins.serve.access.admission import Admission, RequestCost
 from cartridge_forge.plugins.serve.access.fairness import FairTurns
-from cartridge_forge.plugins.serve.errors import ApiError
 
 
 class Batch:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from rooms.learning.decoding_setup import ASKED, END, alone, decode, engine, request
+from safetensors.torch import save_file
 
 from cartridge_forge.learning.cartridge import composed, fingerprint
 from cartridge_forge.learning.decode import generate
-from cartridge_forge.plugins.serve.engine.engine import PassError, TorchEngine
+from cartridge_forge.plugins.decoding.engine import PassError, TorchEngine
+from cartridge_forge.plugins.serve.engine.in_process import local_sampler
 from cartridge_forge.protocols.errors import DataError, PublishError
 from cartridge_forge.protocols.ports import TokenChunk
 from cartridge_forge.protocols.step import (
@@ -236,3 +239,15 @@ def test_what_no_pass_could_serve_is_refused_before_one(
         generate(twin.model, [wrong], lambda ref: twin.kv[ref.name[-1]], END, decode)
     (done,) = [what for _ in range(20) for _, what in served.step()]
     assert done.token_ids == alone(twin, ASKED[0]).token_ids
+
+
+MODEL = str(Path(__file__).parents[5] / "models" / "clinic-panel")
+
+
+def test_a_cartridge_of_another_model_is_refused(tmp_path: Path) -> None:
+    save_file({"kv": torch.zeros(1, 2, 2, 8, 32)}, tmp_path / "other.safetensors")
+    with (
+        pytest.raises(PublishError, match="does not fit this model"),
+        local_sampler(MODEL, cartridge=tmp_path / "other.safetensors"),
+    ):
+        pass

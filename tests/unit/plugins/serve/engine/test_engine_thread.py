@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cartridge_forge.learning.cartridge import CartridgeId
-from cartridge_forge.plugins.serve.engine.engine_thread import EngineDied, EngineThread
+from cartridge_forge.plugins.decoding.engine_thread import EngineDied, EngineThread
 from cartridge_forge.protocols.errors import DataError, PublishError
 from cartridge_forge.protocols.ports import TokenChunk
 from cartridge_forge.protocols.step import Completion, GenerateRequest, PrefixRef, Sampling

@@ -24,7 +24,7 @@ from rich.console import Console
 from rooms.forge_run.control_setup import REPOSITORY, new_run
 
 from cartridge_forge.forge_run.cli import forge
-from cartridge_forge.plugins.cluster.tls.certificates import certificates
+from cartridge_forge.plugins.host.tls import certificates
 from cartridge_forge.plugins.watch.commands import control_client
 from cartridge_forge.plugins.watch.commands.control import status_view
 from cartridge_forge.plugins.watch.commands.control_client import ControlClient, ControlTarget

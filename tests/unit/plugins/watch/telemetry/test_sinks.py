@@ -35,8 +35,7 @@ from telemetry_stream import STEPS, event, row, status, step_spans, tell
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trace_check import read_trace
 
-from cartridge_forge.plugins.cluster.tls.certificates import certificates
-from cartridge_forge.plugins.cluster.tls.identity import read_identity
+from cartridge_forge.plugins.host.tls import certificates, read_identity
 from cartridge_forge.plugins.watch.telemetry.hub import Telemetry, open_sinks, require_sinks
 from cartridge_forge.plugins.watch.telemetry.otlp import OtlpSink
 from cartridge_forge.plugins.watch.telemetry.prometheus import PrometheusSink

@@ -26,16 +26,16 @@ from websockets.asyncio.server import ServerConnection, serve
 from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Observation, Task
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.clinic.desk import MAX_CALL_CHARS, bounded
-from cartridge_forge.plugins.episodes.environments import sessions
-from cartridge_forge.plugins.episodes.environments.openenv.client import OpenEnvClient
-from cartridge_forge.plugins.episodes.environments.openenv.desk_env import (
+from cartridge_forge.plugins.environments import sessions
+from cartridge_forge.plugins.environments.openenv.client import OpenEnvClient
+from cartridge_forge.plugins.environments.openenv.desk_env import (
     DeskAction,
     DeskEnvironment,
     DeskObservation,
     DeskState,
 )
-from cartridge_forge.plugins.episodes.environments.openenv.server import LocalEnvironment
-from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.environments.openenv.server import LocalEnvironment
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec
 from cartridge_forge.plugins.replay.fake_provider.server import LoopbackServer
 from cartridge_forge.protocols.errors import DataError, RunError
 
@@ -281,7 +281,7 @@ def test_a_server_that_is_killed_mid_episode_and_comes_back_is_played_again(
         command = [
             sys.executable,
             "-m",
-            "cartridge_forge.plugins.episodes.environments.openenv.server",
+            "cartridge_forge.plugins.environments.openenv.server",
             "--port",
             str(port),
         ]

@@ -16,13 +16,13 @@ from openenv.core.rubrics.trajectory import ExponentialDiscountingTrajectoryRubr
 
 from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Observation, Task
 from cartridge_forge.plugins.chat.messages import AgentMessage
-from cartridge_forge.plugins.episodes.environments.checking import CheckPlan, check_environment
-from cartridge_forge.plugins.episodes.environments.openenv.client import (
+from cartridge_forge.plugins.environments.checking import CheckPlan, check_environment
+from cartridge_forge.plugins.environments.openenv.client import (
     OpenEnvClient,
     action_schema,
     check_action,
 )
-from cartridge_forge.plugins.episodes.spec.environment import EnvironmentSpec
+from cartridge_forge.plugins.environments.spec import EnvironmentSpec
 from cartridge_forge.plugins.replay.fake_provider.server import LoopbackServer
 from cartridge_forge.protocols.errors import DataError
 from examples.calculator.server import calculator_app
