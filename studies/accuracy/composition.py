@@ -9,10 +9,10 @@ trains the eight cartridges of a set on policy, with equally many steps and prom
 held-out question is asked over its chart's cartridge
 
     alone    [A]
-    first    [A, B], with each of the seven others behind it
-    last     [B, A], with each of them before it
-    four     among three others, at each of the four places
-    eight    among all others, at each of the eight places
+    first    [A, B], with two others behind it, in turn, so that a chart is asked beside all
+    last     [B, A], with the same before it
+    four     among three drawn others, at a drawn place
+    eight    among all others in a drawn order
 
 and over the charts' own keys and values composed alike (`charts`), and read as one text (`text`),
 which is what the reader can do where nothing was compressed. One row a question and arm is written
@@ -34,15 +34,15 @@ from typing import Any
 import torch
 
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
-from cartridge_forge.plugins.documents.study.longhealth import LongHealthQuestion
 from cartridge_forge.protocols.files import REPOSITORY, write_atomically
 from cartridge_forge.protocols.step import PrefixRef, composed_ref
 from cartridge_forge.training.records import context_ref
+from studies.accuracy.composition_tables import COMPOSED, CONDITIONS, PLAIN
 from studies.accuracy.study import StudyBench
 
-CHARTS, FACTS = 8, 6
-TUNING_SETS = (900, 901)
-SETS = tuple(range(700, 706))
+CHARTS, FACTS, PARTNERS = 8, 6, 2
+TUNING_SETS = (900,)
+SETS = (700, 701, 702)
 READER = {"charts": "document", "text": "text"}  # arms without training, and what they read
 
 Arm = Mapping[str, Any] | None  # train.compose
@@ -52,7 +52,7 @@ TUNED: dict[str, Arm] = {
     "1 other, all": {"distractors": 1, "share": 1.0},
     "3 others, half": {"distractors": 3, "share": 0.5},
 }
-ARMS: dict[str, Arm] = {}
+ARMS: dict[str, Arm] = {PLAIN: None, COMPOSED: {"distractors": 1, "share": 1.0}}
 
 
 def spec_of(seed: int, compose: Arm, steps: int) -> DocumentsLearn:
@@ -64,8 +64,8 @@ def spec_of(seed: int, compose: Arm, steps: int) -> DocumentsLearn:
                 "seed": seed, "patients": CHARTS, "facts": FACTS, "notes": 2, "own_fields": True,
                 "questions_per_fact": 3, "held_out": 0.9,
             },
-            "cartridge": {"tokens": 16},
-            "rollout": {"prompts": 56, "max_tokens": 40, "kinds": ("question", "choice")},
+            "cartridge": {"tokens": 20, "init": "attention_matching"},
+            "rollout": {"prompts": 32, "max_tokens": 40, "kinds": ("question", "choice")},
             "train": {
                 "steps": steps, "lr": 0.4, "warmup_steps": 8, "row_tokens": 256, "seed": seed,
                 "compose": compose,
@@ -75,45 +75,43 @@ def spec_of(seed: int, compose: Arm, steps: int) -> DocumentsLearn:
     )  # fmt: skip
 
 
-def orders(own: str, names: Sequence[str], seed: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield each condition with the order of names before a question about `own`."""
+def orders(
+    own: str, names: Sequence[str], turn: int, seed: str
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield each condition with the order of names before question number `turn` about `own`."""
     rng = random.Random(seed)
     others = [name for name in names if name != own]
     yield "alone", (own,)
-    for other in others:
+    for i in range(PARTNERS):
+        other = others[(PARTNERS * turn + i) % len(others)]
         yield "first", (own, other)
         yield "last", (other, own)
     for condition, count in (("four", 4), ("eight", len(names))):
-        for place in range(count):
-            beside = rng.sample(others, count - 1)
-            yield condition, (*beside[:place], own, *beside[place:])
-
-
-def asked(
-    study: StudyBench, exams: Sequence[LongHealthQuestion], kind: str
-) -> Iterator[tuple[LongHealthQuestion, str, Any]]:
-    """Yield each question with a condition and its request, over prefixes of the kind."""
-    plain = study.tasks.exam_requests(exams, "study", "cartridge", 0, False)
-    for exam, request in zip(exams, plain, strict=True):
-        q = exam.question
-        for i, (condition, names) in enumerate(orders(q.patient, study.names, q.id)):
-            if kind == "text":
-                prefix = context_ref(names)
-            else:
-                prefix = composed_ref([PrefixRef(f"{kind}/{name}", 0) for name in names])
-            yield exam, condition, replace(request, id=f"{request.id}/{i}", prefix=prefix)
+        chosen = [own, *rng.sample(others, count - 1)]
+        rng.shuffle(chosen)
+        yield condition, tuple(chosen)
 
 
 def answered(study: StudyBench, kind: str) -> Iterator[dict[str, Any]]:
-    """Yield a row for each held-out question: by condition a sign for each order of `orders`, "1"
-    for a right answer."""
-    for exam in study.tasks.exams:
-        of_one = list(asked(study, [exam], kind))
-        right = study.right([e for e, _, _ in of_one], [r for _, _, r in of_one])
-        signs: dict[str, str] = {}
-        for (_, condition, _), is_right in zip(of_one, right, strict=True):
-            signs[condition] = signs.get(condition, "") + str(int(is_right))
-        yield {"chart": exam.question.patient, "question": exam.question.id, **signs}
+    """Yield a row for each held-out question over prefixes of the kind: by condition a sign for
+    each order of `orders`, "1" for a right answer."""
+    for own in study.names:
+        exams = [e for e in study.tasks.exams if e.question.patient == own]
+        plain = study.tasks.exam_requests(exams, "study", "cartridge", 0, False)
+        of_all, requests = [], []
+        for turn, (exam, request) in enumerate(zip(exams, plain, strict=True)):
+            for condition, names in orders(own, study.names, turn, exam.question.id):
+                prefix = composed_ref([PrefixRef(f"{kind}/{name}", 0) for name in names])
+                if kind == "text":
+                    prefix = context_ref(names)
+                of_all.append((exam, condition))
+                requests.append(replace(request, id=f"{request.id}/{len(requests)}", prefix=prefix))
+        right = study.right([exam for exam, _ in of_all], requests)
+        signs: dict[str, dict[str, str]] = {e.question.id: {} for e in exams}
+        for (exam, condition), is_right in zip(of_all, right, strict=True):
+            of_one = signs[exam.question.id]
+            of_one[condition] = of_one.get(condition, "") + str(int(is_right))
+        yield from ({"chart": own, "question": id, **by} for id, by in signs.items())
 
 
 def arm_rows(seed: int, name: str, compose: Arm, steps: int) -> Iterator[dict[str, Any]]:
@@ -140,7 +138,7 @@ def main() -> None:
     """Run a part of the study from where its record ends."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("part", choices=("tune", "charts"))
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--sets", type=int, nargs="+", help="these alone")
     parser.add_argument("--arms", nargs="+", help="these alone")
     options = parser.parse_args()
@@ -155,7 +153,7 @@ def main() -> None:
     path.parent.mkdir(exist_ok=True)
     finished = {(row["set"], row["arm"]) for row in record["rows"]}
     for seed in options.sets or sets:
-        for name, compose in {**dict.fromkeys(READER), **arms}.items():
+        for name, compose in {**arms, **dict.fromkeys(READER)}.items():
             if (seed, name) in finished or (options.arms and name not in options.arms):
                 continue
             rows = list(arm_rows(seed, name, compose, options.steps))
