@@ -164,9 +164,7 @@ def main() -> None:
 
 def shown(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the share of right answers by condition, over all orders."""
-    signs = {
-        c: "".join(row[c] for row in rows) for c in ("alone", "first", "last", "four", "eight")
-    }
+    signs = {c: "".join(row[c] for row in rows) for c in CONDITIONS}
     return ", ".join(f"{c} {s.count('1') / len(s):.1%}" for c, s in signs.items())
 
 
