@@ -76,18 +76,18 @@ def spec_of(seed: int, compose: Arm, steps: int) -> DocumentsLearn:
 
 
 def orders(
-    own: str, names: Sequence[str], turn: int, seed: str
+    patient: str, names: Sequence[str], turn: int, seed: str
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield each condition with the order of names before question number `turn` about `own`."""
+    """Yield each condition with the order of names before question `turn` about a patient."""
     rng = random.Random(seed)
-    others = [name for name in names if name != own]
-    yield "alone", (own,)
+    partners = [name for name in names if name != patient]
+    yield "alone", (patient,)
     for i in range(PARTNERS):
-        other = others[(PARTNERS * turn + i) % len(others)]
-        yield "first", (own, other)
-        yield "last", (other, own)
+        other = partners[(PARTNERS * turn + i) % len(partners)]
+        yield "first", (patient, other)
+        yield "last", (other, patient)
     for condition, count in (("four", 4), ("eight", len(names))):
-        chosen = [own, *rng.sample(others, count - 1)]
+        chosen = [patient, *rng.sample(partners, count - 1)]
         rng.shuffle(chosen)
         yield condition, tuple(chosen)
 
@@ -95,12 +95,12 @@ def orders(
 def answered(study: StudyBench, kind: str) -> Iterator[dict[str, Any]]:
     """Yield a row for each held-out question over prefixes of the kind: by condition a sign for
     each order of `orders`, "1" for a right answer."""
-    for own in study.names:
-        exams = [e for e in study.tasks.exams if e.question.patient == own]
+    for patient in study.names:
+        exams = [e for e in study.tasks.exams if e.question.patient == patient]
         plain = study.tasks.exam_requests(exams, "study", "cartridge", 0, False)
         of_all, requests = [], []
         for turn, (exam, request) in enumerate(zip(exams, plain, strict=True)):
-            for condition, names in orders(own, study.names, turn, exam.question.id):
+            for condition, names in orders(patient, study.names, turn, exam.question.id):
                 prefix = composed_ref([PrefixRef(f"{kind}/{name}", 0) for name in names])
                 if kind == "text":
                     prefix = context_ref(names)
@@ -111,7 +111,7 @@ def answered(study: StudyBench, kind: str) -> Iterator[dict[str, Any]]:
         for (exam, condition), is_right in zip(of_all, right, strict=True):
             of_one = signs[exam.question.id]
             of_one[condition] = of_one.get(condition, "") + str(int(is_right))
-        yield from ({"chart": own, "question": id, **by} for id, by in signs.items())
+        yield from ({"chart": patient, "question": id, **by} for id, by in signs.items())
 
 
 def arm_rows(seed: int, name: str, compose: Arm, steps: int) -> Iterator[dict[str, Any]]:
@@ -158,11 +158,11 @@ def main() -> None:
                 continue
             rows = list(arm_rows(seed, name, compose, options.steps))
             record["rows"] += rows
-            print(json.dumps(rows[0]), shown(rows[1:]), flush=True)
+            print(json.dumps(rows[0]), shares_text(rows[1:]), flush=True)
             write_atomically(path, json.dumps(record) + "\n")
 
 
-def shown(rows: Sequence[Mapping[str, Any]]) -> str:
+def shares_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the share of right answers by condition, over all orders."""
     signs = {c: "".join(row[c] for row in rows) for c in CONDITIONS}
     return ", ".join(f"{c} {s.count('1') / len(s):.1%}" for c, s in signs.items())

@@ -27,14 +27,13 @@ def units(rows: list[Mapping[str, Any]], arm: str) -> dict[str, Units]:
         for condition in CONDITIONS:
             key = condition, (row["set"], row["chart"])
             signs[key] = signs.get(key, "") + row[condition]
-    found: dict[str, Units] = {c: {} for c in (*CONDITIONS, "beside", "loss")}
+    outcomes: dict[str, Units] = {c: {} for c in (*CONDITIONS, "beside", "loss")}
     for (condition, chart), text in signs.items():
-        found[condition][chart] = text.count("1") / len(text)
-    for chart, alone in found["alone"].items():
-        beside = fmean(found[c][chart] for c in ("first", "last"))
-        found["beside"][chart] = beside
-        found["loss"][chart] = alone - beside
-    return found
+        outcomes[condition][chart] = text.count("1") / len(text)
+    for chart, accuracy in outcomes["alone"].items():
+        outcomes["beside"][chart] = fmean(outcomes[c][chart] for c in ("first", "last"))
+        outcomes["loss"][chart] = accuracy - outcomes["beside"][chart]
+    return outcomes
 
 
 def arms_of(study: str, record: str) -> Iterator[tuple[str, dict[str, Units], str]]:
@@ -50,10 +49,10 @@ def arms(study: str, record: str) -> tuple[list[str], list[list[str]]]:
     body = []
     for arm, of_arm, tokens in arms_of(study, record):
         cells = [f"{shares(of_arm[c].values())[0]}%" for c in CONDITIONS[1:]]
-        alone, interval = shares(of_arm["alone"].values())
+        accuracy, interval = shares(of_arm["alone"].values())
         loss, of_loss = points(-value for value in of_arm["loss"].values())
         body.append([
-            READERS.get(arm, arm), str(len(of_arm["alone"])), f"{alone}% ({interval})", *cells,
+            READERS.get(arm, arm), str(len(of_arm["alone"])), f"{accuracy}% ({interval})", *cells,
             f"{loss} ({of_loss})", tokens,
         ])  # fmt: skip
     heads = ["arm", "charts", "alone", "[A, B]", "[B, A]", "among four", "among eight"]
@@ -66,18 +65,18 @@ def decision(study: str, record: str) -> tuple[list[str], list[list[str]]]:
     plain, composed = by_arm[PLAIN], by_arm[COMPOSED]
     loss = list(composed["loss"].values())
     saved = paired(plain["loss"], composed["loss"])
-    alone = paired(composed["alone"], plain["alone"])
+    gained = paired(composed["alone"], plain["alone"])
     high = (mean_interval(loss, SHARE_DIFFERENCE) or (-math.inf, math.inf))[1]
-    low = (mean_interval(alone, SHARE_DIFFERENCE) or (-math.inf, math.inf))[0]
-    top = (mean_interval(alone, SHARE_DIFFERENCE) or (-math.inf, math.inf))[1]
+    low = (mean_interval(gained, SHARE_DIFFERENCE) or (-math.inf, math.inf))[0]
+    top = (mean_interval(gained, SHARE_DIFFERENCE) or (-math.inf, math.inf))[1]
     less = (mean_interval(saved, SHARE_DIFFERENCE) or (-math.inf, math.inf))[0] > 0
     missed = "reached by the mean alone" if fmean(loss) < MOST_LOSS else "missed"
-    kept = "lower" if top < 0 else "open"
+    lower = "lower" if top < 0 else "open"
     body = [
         ["loss beside another, trained beside others", *points(loss),
          "reached" if high < MOST_LOSS else missed],
         ["loss of those trained alone less that", *points(saved), "less" if less else "open"],
-        ["alone: trained beside others less trained alone", *points(alone),
-         "no lower" if low > -MARGIN else kept],
+        ["alone: trained beside others less trained alone", *points(gained),
+         "no lower" if low > -MARGIN else lower],
     ]  # fmt: skip
     return ["what", "points", "95% interval", "by the rule"], body

@@ -120,7 +120,7 @@ def composition_choice(spec: DocumentsLearn, texts: Mapping[str, Sequence[str]])
     """
     compose, names = spec.train.compose, sorted(texts)
     if compose is None:
-        return lambda prompts, asked: list(prompts)
+        return lambda prompts, questions: list(prompts)
     count = compose.distractors
     if len(names) <= count:
         raise DataError(
@@ -134,21 +134,23 @@ def composition_choice(spec: DocumentsLearn, texts: Mapping[str, Sequence[str]])
             f"a composition of {count + 1} cartridges and a row take {needed:,} tokens, and the "
             f"model reads {positions:,}: lower train.compose.distractors or cartridge.tokens"
         )
-    router = Bm25Router({name: [count_terms(text) for text in of] for name, of in texts.items()})
+    router = Bm25Router(
+        {name: [count_terms(text) for text in passages] for name, passages in texts.items()}
+    )
 
     def composition(cartridge: str, text: str, rng: random.Random) -> tuple[str, ...]:
-        found = [name for name, _ in router.top(text, count + 1) if name != cartridge][:count]
-        others = [name for name in names if name != cartridge and name not in found]
-        found += rng.sample(others, count - len(found))
-        found.insert(rng.randrange(count + 1), cartridge)
-        return tuple(found)
+        ranked = [name for name, _ in router.top(text, count + 1) if name != cartridge][:count]
+        unranked = [name for name in names if name != cartridge and name not in ranked]
+        order = ranked + rng.sample(unranked, count - len(ranked))
+        order.insert(rng.randrange(count + 1), cartridge)
+        return tuple(order)
 
-    def composed(prompts: Sequence[StudyPrompt], asked: Sequence[str]) -> list[StudyPrompt]:
+    def composed(prompts: Sequence[StudyPrompt], questions: Sequence[str]) -> list[StudyPrompt]:
         rng = random.Random(f"compose/{spec.train.seed}/{prompts[0].request.id}")
         chosen = set(rng.sample(range(len(prompts)), round(compose.share * len(prompts))))
         return [
             replace(p, composed=composition(p.cartridge, text, rng)) if i in chosen else p
-            for i, (p, text) in enumerate(zip(prompts, asked, strict=True))
+            for i, (p, text) in enumerate(zip(prompts, questions, strict=True))
         ]
 
     return composed

@@ -235,7 +235,7 @@ class DocumentsRecipe(Recipe):
         it; their questions are reshuffled each round."""
         rollout, seed = self._spec.rollout, self._spec.train.seed
         turns = self._turns
-        found, prompts, texts = [], [], []
+        studies, prompts, texts = [], [], []
         for i in range(rollout.prompts):
             number, turn = divmod(step * rollout.prompts + i, len(turns))
             about, cartridge = turns[turn]
@@ -258,10 +258,10 @@ class DocumentsRecipe(Recipe):
             )
             document = self.layout.documents[about]
             prompt = StudyPrompt(document, studied.kind, request, cartridge, contexts, studied.key)
-            found.append(studied)
+            studies.append(studied)
             prompts.append(prompt)
             texts.append(text)
-        return list(zip(found, self._compose(prompts, texts), strict=True))
+        return list(zip(studies, self._compose(prompts, texts), strict=True))
 
     # -- rollouts -------------------------------------------------------------------------------
 
