@@ -83,7 +83,7 @@ def verdict_text(verdict: ModelVerdict) -> str:
 def _moving_key(learn: LearnSpec) -> str:
     """Return the key of a run that needs keys at other positions, "" for none."""
     if learn.train.compose:
-        return f"train.compose {learn.train.compose}"
+        return "train.compose"
     if learn.cartridge.fresh in MOVING_INITS:
         return f"cartridge.init {learn.cartridge.fresh}"
     return ""

@@ -187,7 +187,7 @@ def _trainer_faults(spec: RunSpec) -> Iterator[Fault]:
         yield "roles.trainer.procs", role.procs, why, "use 1, or 1 replica"
     if learn.train.compose:
         why = "cannot run, a trainer does not hold the other cartridges of a composition"
-        yield "train.compose", learn.train.compose, why, "use 0, or roles.trainer.replicas 1"
+        yield "train.compose", "a section", why, "remove it, or use roles.trainer.replicas 1"
     if learn.train.shard_base or learn.train.tensor_parallel > 1:
         key = "shard_base" if learn.train.shard_base else "tensor_parallel"
         why = "cannot run, trainers that divide the cartridges make unequal numbers of passes"

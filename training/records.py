@@ -9,7 +9,6 @@ A step's times count where models and where only environments worked (`WorkTime`
 from __future__ import annotations
 
 import math
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,6 @@ from cartridge_forge.protocols.step import (
     Sample,
     Sampling,
     TrainStepOutput,
-    composed_ref,
 )
 from cartridge_forge.services.clients import Replied
 from cartridge_forge.services.pool.pool import Span
@@ -80,7 +78,8 @@ class StudyPrompt:
     """Hold a prompt about `document`, ready to be sampled.
 
     Its responses train `cartridge`, with `contexts` before the document teacher's prompt. `prompt`
-    is its id, the same each time that it is asked.
+    is its id, the same each time that it is asked. The student reads the cartridges `composed`, in
+    order, where there are any.
     """
 
     document: str
@@ -89,6 +88,7 @@ class StudyPrompt:
     cartridge: str
     contexts: tuple[str, ...]
     prompt: str
+    composed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,6 @@ class StepRecord:
 
 
 def as_sample(prompt: StudyPrompt, completion: Completion, offline: bool = False) -> Sample:
-    prefix = prompt.request.prefix
     return Sample(
         id=completion.request_id,
         cartridge=prompt.cartridge,
@@ -161,7 +160,7 @@ def as_sample(prompt: StudyPrompt, completion: Completion, offline: bool = False
         response_ids=completion.token_ids,
         sampler_logprobs=completion.logprobs,
         versions=(OFFLINE_VERSION,) * len(completion.token_ids) if offline else completion.versions,
-        composed=tuple(p.name.partition("/")[2] for p in prefix.parts) if prefix.then else (),
+        composed=prompt.composed,
         contexts=prompt.contexts,
         prompt=prompt.prompt,
         taught=completion.taught,
@@ -190,7 +189,7 @@ def rollout_from(saved: dict[str, Any]) -> Rollout:
             StudyPrompt(
                 document, p["kind"], GenerateRequest(**_tuples(request)),
                 p.get("cartridge", document), tuple(p.get("contexts", [document])),
-                p.get("prompt", ""),
+                p.get("prompt", ""), tuple(p.get("composed", ())),
             )
         )  # fmt: skip
     completions = [Completion(**_tuples(c)) for c in saved["completions"]]
@@ -307,24 +306,6 @@ def as_rows(
         )
         for p, c, s in zip(rollout.prompts, rollout.completions, rollout.samples, strict=True)
     ]  # fmt: skip
-
-
-def with_composition(
-    prompts: Sequence[StudyPrompt], version: int, names: Sequence[str], share: float, seed: int
-) -> list[StudyPrompt]:
-    """Return the prompts over their cartridges of `version`; for about `share` of them, the
-    cartridge of another of `names` stands before or after it."""
-    found = []
-    for prompt in prompts:
-        order = [prompt.cartridge]
-        if share:
-            rng = random.Random(f"compose/{seed}/{prompt.request.id}")
-            others = [name for name in names if name != prompt.cartridge]
-            if rng.random() < share and others:
-                order.insert(rng.randrange(2), rng.choice(others))
-        refs = [PrefixRef(f"cartridge/{name}", version) for name in order]
-        found.append(with_prefix(prompt, composed_ref(refs)))
-    return found
 
 
 def with_prefix(prompt: StudyPrompt, prefix: PrefixRef) -> StudyPrompt:

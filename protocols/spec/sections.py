@@ -444,6 +444,15 @@ class MixSpec(SpecSection):
         return value
 
 
+class ComposeSpec(SpecSection):
+    """Configure the share of each step's samples that train their cartridge beside others."""
+
+    distractors: int = Field(
+        default=1, ge=1, le=7, description="cartridges of others before the same prompt"
+    )
+    share: float = Field(default=0.5, gt=0, le=1, description="share of a step's samples")
+
+
 class TrainSpec(SpecSection):
     """Configure the optimiser: Adam on the cartridges alone."""
 
@@ -503,12 +512,8 @@ class TrainSpec(SpecSection):
         "in turn; null: new text for every step",
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept")
-    compose: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="share of the on-policy prompts over the document's cartridge composed with "
-        "another's, before or behind it, which is not trained on them",
+    compose: ComposeSpec | None = Field(
+        default=None, description="samples over compositions of cartridges; null: none"
     )
     sampler_gap: SamplerGapSpec | None = Field(
         default=SamplerGapSpec(),
@@ -524,6 +529,18 @@ class TrainSpec(SpecSection):
     )
 
     _warms_up_in_time = bounded("warmup_steps", "<=", "train.steps", "lower it or train longer")
+
+    @field_validator("compose", mode="before")
+    @classmethod
+    def _was_a_share(cls, value: Any) -> Any:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return value
+        if value == 0:  # in resolved specs of older runs
+            return None
+        raise broken(
+            "must be a section, no longer a share",
+            f"write compose: {{distractors: 1, share: {value:g}}}",
+        )
 
 
 class EvaluateSpec(SpecSection):

@@ -1,8 +1,7 @@
-"""Accuracy of cartridges trained on policy, by where training starts or composed with another's;
-and of the model itself with several documents before it.
+"""Accuracy of cartridges trained on policy, by where training starts, and of the model itself with
+several documents before it.
 
     python -m studies.accuracy initialization [MESH] [--init NAME]... [--seeds 1] [--set ...]...
-    python -m studies.accuracy composition [MESH] [--share 0.5] [--set key.path=value]...
     python -m studies.accuracy together [MESH] [--set key.path=value]...
     python -m studies.accuracy extraction [MESH] [--set key.path=value]...
 
@@ -13,14 +12,6 @@ initialization: a run for each `cartridge.init`, or those of `--init`, and `trai
 else different. The first seed is the config's. Intervals are Wilson's over all questions of all
 seeds; the same questions are asked with every seed, so they are narrower than independent questions
 would give.
-
-composition: a run without `train.compose` and one with it; then the same held-out questions over
-the document's cartridge alone [A], with the next document's behind [A, B] or before it [B, A]. Keys
-are moved behind one another; `unmoved` leaves them at the positions that they were trained at. The
-documents' own KV are composed as well: what composing costs where nothing was trained. A question
-does not say whose chart it is about: those that B has too, word for word, nobody can answer over
-both, and they stand in rows of their own. Intervals are Wilson's; the questions are the same in all
-rows of a kind.
 
 together: nothing is trained. The model answers the held-out questions, which name their patient,
 with its chart and the next ones before them, read as one text in the documents' order: whether the
@@ -36,26 +27,17 @@ tell what guessing gives, with the whole chart what can be had at most.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, get_args
 
 from benchmarks.record import benchmark
-from cartridge_forge.plugins.documents.study.longhealth import LongHealthQuestion
 from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.spec.cartridge import Init
-from cartridge_forge.protocols.step import PrefixRef, composed_ref
 from cartridge_forge.training.records import context_ref
 from studies.accuracy.extraction import extraction
 from studies.accuracy.study import StudyBench, share, table_row
-
-# The order of prefixes, from a ring of documents that starts with the question's own.
-ORDERS: dict[str, Callable[[Sequence[str]], Sequence[str]]] = {
-    "[A]": lambda ring: ring[:1],
-    "[A, B]": lambda ring: ring[:2],
-    "[B, A]": lambda ring: ring[1::-1],
-}
 
 
 def started(mesh: str, sets: list[str], init: str, seed: int) -> dict[str, Any]:
@@ -64,7 +46,7 @@ def started(mesh: str, sets: list[str], init: str, seed: int) -> dict[str, Any]:
     learn = load_spec(mesh, sets=sets).spec.learn
     study = StudyBench(learn)
     untrained = study.examined()
-    kls = study.train(learn.train.steps)
+    kls = [output.kl for output in study.train(learn.train.steps)]
     return {
         "init": init, "seed": seed, "untrained": untrained, "trained": study.examined(),
         "first_kl": kls[0], "last_kl": fmean(kls[-5:]),
@@ -83,56 +65,6 @@ def initialization(options: argparse.Namespace) -> Iterator[Any]:
         table_row(init, *arms, *ends)
         for run in runs:
             yield {**run, **{arm: vars(run[arm]) for arm in ("untrained", "trained")}}
-
-
-def ask_exams(
-    study: StudyBench, exams: list[LongHealthQuestion], kind: str, order: str, moved: bool
-) -> str:
-    """Return the right answers over one order of prefixes of a kind, "cartridge" or "document"."""
-    requests = []
-    plain = study.tasks.exam_requests(exams, "bench", kind, 0, False)
-    for exam, request in zip(exams, plain, strict=True):
-        first = study.names.index(exam.question.patient)
-        ring = [*study.names[first:], *study.names[:first]]
-        prefix = composed_ref([PrefixRef(f"{kind}/{name}", 0) for name in ORDERS[order](ring)])
-        requests.append(replace(request, prefix=prefix))
-    return share([study.ask(exams, requests, moved)])
-
-
-def by_owner(study: StudyBench) -> dict[str, list[LongHealthQuestion]]:
-    """Split the questions into those that the next document, B, lacks, and those that B has too."""
-    names, patients = study.names, study.tasks.patients
-    following = dict(zip(names, [*names[1:], names[0]], strict=True))
-    texts = {name: {q.text for q in patients[name].questions} for name in names}
-    by_part: dict[str, list[LongHealthQuestion]] = {"A's alone": [], "B's too": []}
-    for exam in study.tasks.exams:
-        is_shared = exam.question.text in texts[following[exam.question.patient]]
-        by_part["B's too" if is_shared else "A's alone"].append(exam)
-    return by_part
-
-
-def rows(study: StudyBench, name: str, kind: str) -> Iterator[list[str]]:
-    """Yield a row for each kind of question, with keys moved and unmoved."""
-    for whose, exams in by_owner(study).items():
-        for moved in (True, False):
-            cells = [
-                ask_exams(study, exams, kind, order, moved) if moved or order != "[A]" else ""
-                for order in ORDERS
-            ]
-            yield table_row(name if moved else f"{name}, unmoved", f"{whose}, {len(exams)}", *cells)
-
-
-def composition(options: argparse.Namespace) -> Iterator[Any]:
-    """Print and yield rows over each order of prefixes, with and without `train.compose`."""
-    print("| | questions | " + " | ".join(ORDERS) + " |\n|" + "---|" * (len(ORDERS) + 2))
-    for compose in (0.0, options.share):
-        sets = [*options.set, f"train.compose={compose}"]
-        learn = load_spec(options.mesh, sets=sets).spec.learn
-        study = StudyBench(learn)
-        if not compose:
-            yield from rows(study, "documents, whole", "document")
-        study.train(learn.train.steps)
-        yield from rows(study, f"trained, compose {compose:g}", "cartridge")
 
 
 def together(options: argparse.Namespace) -> Iterator[Any]:
@@ -155,7 +87,6 @@ def together(options: argparse.Namespace) -> Iterator[Any]:
 
 KINDS = {
     "initialization": initialization,
-    "composition": composition,
     "together": together,
     "extraction": extraction,
 }
@@ -169,7 +100,6 @@ if __name__ == "__main__":
             "mesh": {"nargs": "?", "default": "meshes/longhealth.yaml"},
             "--init": {"action": "append", "choices": get_args(Init), "default": []},
             "--seeds": 1,
-            "--share": 0.5,
             "--set": {"action": "append", "default": []},
         },
     )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from benchmarks.meters import one_thread
@@ -22,15 +22,12 @@ from cartridge_forge.learning.teacher import (
     score_kept,
 )
 from cartridge_forge.learning.trainer import CartridgeTrainer
+from cartridge_forge.plugins.clinic.text import parse_answer
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
-from cartridge_forge.plugins.documents.study.longhealth import (
-    LongHealthQuestion,
-    measure,
-    open_prompts,
-)
+from cartridge_forge.plugins.documents.study.longhealth import LongHealthQuestion, open_prompts
 from cartridge_forge.plugins.statistics.intervals import wilson_interval
 from cartridge_forge.protocols.spec.learn import LearnSpec
-from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, TrainBatch
+from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, TrainBatch, TrainStepOutput
 from cartridge_forge.training.records import as_rollout
 
 
@@ -72,12 +69,12 @@ class StudyBench:
             publish_dtype=learn.model.dtype,
         )  # fmt: skip
 
-    def train(self, steps: int) -> list[float]:
-        """Train and return the doc_kl of every step."""
+    def train(self, steps: int) -> list[TrainStepOutput]:
+        """Train on policy, and return what each step gave."""
         trainer, learn = self._trainer, self._learn
         top = None if learn.teacher.top_k == "full" else learn.teacher.top_k
         trainer.begin("on_policy", steps)
-        kls = []
+        outputs = []
         for step in range(steps):
             prompts = self.tasks.rollout(step, trainer.version)
             completions = generate(
@@ -93,25 +90,33 @@ class StudyBench:
                 prefix=context_of,
             )
             batch = TrainBatch(doc=samples, scores={"doc_teacher": TeacherDistribution(**scored)})
-            kls.append(trainer.step(batch, trainer.version).kl)
-        return kls
+            outputs.append(trainer.step(batch, trainer.version))
+        return outputs
 
     def prefix(self, ref: PrefixRef) -> Tensor:
         """Return the prefix KV before a prompt, as a generator looks it up."""
         return composed(self.model, [self._single(part.name) for part in ref.parts])
 
-    def unmoved(self, ref: PrefixRef) -> Tensor:
-        """Return the prefix with keys at the positions they were trained at, which overlap."""
-        return torch.cat([self._single(part.name) for part in ref.parts], dim=3)
+    def right(
+        self, exams: Sequence[LongHealthQuestion], requests: Sequence[GenerateRequest]
+    ) -> list[bool]:
+        """Answer requests, and return which of the answers are right."""
+        completions = generate(self.model, requests, self.prefix, self.tasks.end_ids)
+        letters = [
+            parse_answer(self.tasks.decode(c.token_ids), e.question)
+            for e, c in zip(exams, completions, strict=True)
+        ]
+        return [
+            letter is not None and e.question.is_correct(letter)
+            for e, letter in zip(exams, letters, strict=True)
+        ]
 
     def ask(
-        self, exams: list[LongHealthQuestion], requests: list[GenerateRequest], moved: bool = True
+        self, exams: Sequence[LongHealthQuestion], requests: Sequence[GenerateRequest]
     ) -> RightCount:
-        """Answer requests over compositions with `moved` keys, or over `unmoved` ones."""
-        lookup = self.prefix if moved else self.unmoved
-        completions = generate(self.model, requests, lookup, self.tasks.end_ids)
-        result = measure(exams, [self.tasks.decode(c.token_ids) for c in completions])
-        return RightCount(round(result["accuracy"] * result["n"]), result["n"])
+        """Answer requests, and count the right answers."""
+        right = self.right(exams, requests)
+        return RightCount(sum(right), len(right))
 
     def examined(self) -> RightCount:
         """Answer the held-out questions, each over its own cartridge."""

@@ -33,6 +33,7 @@ from cartridge_forge.plugins.statistics.intervals import (
 )
 from cartridge_forge.plugins.watch.console import duration, interval, percent
 from studies import archive
+from studies.accuracy import composition_tables as composition
 from studies.archive import KeptRun, document, rows
 from studies.kinds.kind_tables import (
     TRAINED,
@@ -741,6 +742,8 @@ TABLES: Mapping[str, Callable[[str, str], Table]] = {
     "document_arms": document_arms,
     "main_job_forms": main_job_forms,
     "pilot_arms": pilot_arms,
+    "composition_arms": composition.arms,
+    "composition_decision": composition.decision,
     "verified_rates": verified.rates,
     "verified_arms": verified.arm_means,
     "verified_primary": verified.primary,

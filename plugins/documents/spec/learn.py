@@ -64,11 +64,16 @@ class DocumentsLearn(LearnSpec):
             "document they are about",
             "remove it",
         )
-        is_single = self.data.patients < 2 or self.cartridge.per == "corpus" or unnamed
+        compose = self.train.compose
         yield (
-            self.train.compose > 0 and is_single,
-            "train.compose must be 0 with a single cartridge, episodes or rsa",
-            "remove it, or train two cartridges or more without them",
+            compose is not None and unnamed,
+            "train.compose must be null with episodes or rsa, whose prompts have one cartridge",
+            "remove it",
+        )
+        yield (
+            compose is not None and compose.distractors >= self.cartridges,
+            f"train.compose.distractors must be less than the run's cartridges ({self.cartridges})",
+            "lower it, or train more cartridges",
         )
         unknown = [a for a in self.evaluate.arms if a in ("routed", *RETRIEVED_ARMS)]
         yield (

@@ -54,7 +54,9 @@ from cartridge_forge.plugins.documents.study.passages import (
 )
 from cartridge_forge.plugins.documents.study.prompts import (
     answered_over,
+    composition_choice,
     context_choice,
+    over_cartridges,
     reading,
     texts_of,
     titles_of,
@@ -94,7 +96,6 @@ from cartridge_forge.training.records import (
     interleave,
     no_scoring,
     score_callback,
-    with_composition,
     with_likeliest,
     with_title,
 )
@@ -281,6 +282,7 @@ class LongHealthPrompts:
         self.documents = {name: self.conversation.head(name) for name in self.texts}
         self.documents[NO_DOCUMENT] = self.conversation.head(None)
         self._choose = context_choice(spec, self.layout, self.texts, self.documents)
+        self._compose = composition_choice(spec, texts_of(self.layout, self.texts))
         self._passages = PassagePrompts(
             self.layout, self.texts, tokenizer, self.conversation, spec.cartridge.tokens,
             spec.evaluate.arms,
@@ -304,9 +306,7 @@ class LongHealthPrompts:
     def rollout(self, step: int, version: int) -> list[StudyPrompt]:
         """Return the on-policy prompts of 0-based `step`, over cartridge `version`."""
         prompts = self._prepared.pop(step, None) or self._prompts("on_policy", step)
-        train, names = self._spec.train, sorted(self.layout.cartridges)
-        composed = with_composition(prompts, version, names, train.compose, train.seed)
-        return with_likeliest(composed, self._student_top)
+        return with_likeliest(over_cartridges(prompts, version), self._student_top)
 
     def prepare(self, step: int) -> None:
         """Make the on-policy prompts of `step` beforehand, while the models work."""
@@ -325,7 +325,7 @@ class LongHealthPrompts:
         rollout, seed = self._spec.rollout, self._spec.train.seed
         turns = self.layout.turns
         sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens)
-        prompts = []
+        prompts, texts_asked = [], []
         for i in range(rollout.prompts):
             document, cartridge = turns[(drawn * rollout.prompts + i) % len(turns)]
             # The prompt does not depend on the arm: both arms study the same material.
@@ -346,7 +346,8 @@ class LongHealthPrompts:
             )
             key = f"{document}/{hash_of(text)}"
             prompts.append(StudyPrompt(document, kind, request, cartridge, contexts, key))
-        return prompts
+            texts_asked.append(asked)
+        return self._compose(prompts, texts_asked)
 
     def contexts_of(self, document: str, places: Sequence[NoteSpan]) -> tuple[str, ...]:
         """Return the contexts that hold these passages of a chart."""

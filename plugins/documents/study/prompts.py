@@ -1,30 +1,36 @@
 """Choose what stands before a prompt: cartridges for the student, contexts for its teacher.
 
-A cartridge stands alone or beside another's. The teacher reads the prompt's own contexts, or
+A cartridge stands alone or beside others. The teacher reads the prompt's own contexts, or
 retrieved ones. Recipes of patients and of a user's documents share these.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.documents.corpus import context_tokens, room_beside_a_row
-from cartridge_forge.plugins.documents.retrieval import Bm25Router
+from cartridge_forge.plugins.documents.retrieval import Bm25Router, count_terms
 from cartridge_forge.plugins.documents.spec.data import DataSpec
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.layout import CartridgeLayout
 from cartridge_forge.protocols.records.answers import Answer
 from cartridge_forge.protocols.step import (
+    CARTRIDGE,
     GenerateRequest,
+    PrefixRef,
     Sampling,
+    composed_ref,
 )
-from cartridge_forge.training.records import with_title
+from cartridge_forge.training.records import StudyPrompt, with_prefix, with_title
 
 # (the prompt's cartridge, its own contexts, its text) -> the contexts that the teacher reads
 ChooseContexts = Callable[[str, tuple[str, ...], str], tuple[str, ...]]
+# (a step's prompts, their texts) -> the prompts, some of them over compositions
+Compose = Callable[[Sequence[StudyPrompt], Sequence[str]], list[StudyPrompt]]
 
 
 def texts_of(layout: CartridgeLayout, texts: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
@@ -101,6 +107,62 @@ def context_choice(
         return tuple(c for c in layout.contexts[cartridge] if c in best) or own
 
     return retrieved
+
+
+def composition_choice(spec: DocumentsLearn, texts: Mapping[str, Sequence[str]]) -> Compose:
+    """Return the choice that `train.compose` describes, among cartridges with these `texts`.
+
+    Of a step's prompts a share has its cartridge beside those of others: the best that the router
+    finds for the prompt's text, best first, then drawn ones, if fewer share a word with it. The
+    prompt's own stands at a drawn place among them, for a request may name any order. The seed and
+    the id of the step's first prompt decide the draws. Raises DataError where there are too few
+    cartridges, or the model's context is too short for a composition and a row.
+    """
+    compose, names = spec.train.compose, sorted(texts)
+    if compose is None:
+        return lambda prompts, questions: list(prompts)
+    count = compose.distractors
+    if len(names) <= count:
+        raise DataError(
+            f"train.compose.distractors is {count} and the run has {len(names)} cartridges; lower "
+            "it, or give more documents"
+        )
+    needed = (count + 1) * spec.cartridge.tokens + spec.train.row_tokens
+    positions = context_tokens(spec.model.path)
+    if positions is not None and needed > positions:
+        raise DataError(
+            f"a composition of {count + 1} cartridges and a row take {needed:,} tokens, and the "
+            f"model reads {positions:,}: lower train.compose.distractors or cartridge.tokens"
+        )
+    router = Bm25Router(
+        {name: [count_terms(text) for text in passages] for name, passages in texts.items()}
+    )
+
+    def composition(cartridge: str, text: str, rng: random.Random) -> tuple[str, ...]:
+        ranked = [name for name, _ in router.top(text, count + 1) if name != cartridge][:count]
+        unranked = [name for name in names if name != cartridge and name not in ranked]
+        order = ranked + rng.sample(unranked, count - len(ranked))
+        order.insert(rng.randrange(count + 1), cartridge)
+        return tuple(order)
+
+    def composed(prompts: Sequence[StudyPrompt], questions: Sequence[str]) -> list[StudyPrompt]:
+        rng = random.Random(f"compose/{spec.train.seed}/{prompts[0].request.id}")
+        chosen = set(rng.sample(range(len(prompts)), round(compose.share * len(prompts))))
+        return [
+            replace(p, composed=composition(p.cartridge, text, rng)) if i in chosen else p
+            for i, (p, text) in enumerate(zip(prompts, questions, strict=True))
+        ]
+
+    return composed
+
+
+def over_cartridges(prompts: Sequence[StudyPrompt], version: int) -> list[StudyPrompt]:
+    """Return the prompts over their cartridges of `version`, or over their compositions."""
+
+    def prefix(names: Sequence[str]) -> PrefixRef:
+        return composed_ref([PrefixRef(f"{CARTRIDGE}{name}", version) for name in names])
+
+    return [with_prefix(p, prefix(p.composed or (p.cartridge,))) for p in prompts]
 
 
 def _require_room(

@@ -30,7 +30,12 @@ from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
 from cartridge_forge.plugins.documents.study.agreement import StudyQuestion, split
 from cartridge_forge.plugins.documents.study.exam import StudyExam
 from cartridge_forge.plugins.documents.study.material import read_material, row_corpus
-from cartridge_forge.plugins.documents.study.prompts import context_choice, texts_of
+from cartridge_forge.plugins.documents.study.prompts import (
+    composition_choice,
+    context_choice,
+    over_cartridges,
+    texts_of,
+)
 from cartridge_forge.plugins.documents.study.question_files import UserQuestion
 from cartridge_forge.plugins.documents.study.rows import (
     completion_of_row,
@@ -77,7 +82,6 @@ from cartridge_forge.training.records import (
     is_offline,
     no_scoring,
     score_callback,
-    with_composition,
     with_likeliest,
     with_title,
 )
@@ -105,6 +109,7 @@ class DocumentsRecipe(Recipe):
         }
         self.texts = texts_of(parts.layout, parts.texts)
         self._choose = context_choice(spec, parts.layout, parts.texts, self.documents)
+        self._compose = composition_choice(spec, self.texts)
         self.end_ids, self.note = self._conversation.end_ids, self._conversation.note
         self._sampling = None if mesh is None else opened(spec, mesh, self.end_ids)
         self._rows = rows
@@ -230,7 +235,7 @@ class DocumentsRecipe(Recipe):
         it; their questions are reshuffled each round."""
         rollout, seed = self._spec.rollout, self._spec.train.seed
         turns = self._turns
-        found = []
+        studies, prompts, texts = [], [], []
         for i in range(rollout.prompts):
             number, turn = divmod(step * rollout.prompts + i, len(turns))
             about, cartridge = turns[turn]
@@ -239,9 +244,8 @@ class DocumentsRecipe(Recipe):
             order = list(range(len(pool)))
             random.Random(f"questions/{seed}/{about}/{lap}").shuffle(order)
             studied = pool[order[place]]
-            contexts = self._choose(
-                cartridge, (about,), with_title(self._titles, about, studied.text)
-            )
+            text = with_title(self._titles, about, studied.text)
+            contexts = self._choose(cartridge, (about,), text)
             name = f"{arm}/{step + 1}/{i}"
             request = GenerateRequest(
                 id=name,
@@ -254,8 +258,10 @@ class DocumentsRecipe(Recipe):
             )
             document = self.layout.documents[about]
             prompt = StudyPrompt(document, studied.kind, request, cartridge, contexts, studied.key)
-            found.append((studied, prompt))
-        return found
+            studies.append(studied)
+            prompts.append(prompt)
+            texts.append(text)
+        return list(zip(studies, self._compose(prompts, texts), strict=True))
 
     # -- rollouts -------------------------------------------------------------------------------
 
@@ -278,12 +284,8 @@ class DocumentsRecipe(Recipe):
         self, step: int, version: int, generate: GenerateCall, ended: ScoreGroup = no_scoring
     ) -> Rollout:
         await self._ready(generate)
-        train, asked = self._spec.train, [p for _, p in self._prompts("on_policy", step)]
-        names = sorted(self.layout.cartridges)
-        prompts = with_likeliest(
-            with_composition(asked, version, names, train.compose, train.seed),
-            self._student_top,
-        )
+        asked = [p for _, p in self._prompts("on_policy", step)]
+        prompts = with_likeliest(over_cartridges(asked, version), self._student_top)
         if self._sampling is not None:
             return await self._sampling.rollout(step, prompts, generate, ended)
         requests = [p.request for p in prompts]

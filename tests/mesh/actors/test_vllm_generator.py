@@ -399,6 +399,25 @@ def test_compositions_are_those_of_the_embedded_backend(
     assert len({e.token_ids for e in embedded[:8:2]}) > 2, "orders make different continuations"
 
 
+@pytest.mark.parametrize("count", [4, 8])
+def test_compositions_of_four_and_eight(engine: Replica, count: int) -> None:
+    """Forwards and backwards; a second time beside blocks in the prefix cache."""
+    lengths = (50, 33, 17, ALIGNED, 21, 40, 9, 28)[:count]
+    kv = [engine.model.cartridges(300 + i, 1, tokens)[0] for i, tokens in enumerate(lengths)]
+    version = engine.publish(kv, [f"c{i}" for i in range(count)])
+    parts = [(f"cartridge/c{i}", version) for i in range(count)]
+    proofs = tuple(map(fingerprint, kv))
+    asked = [over_all(o, p) for o in (parts, parts[::-1]) for p in prompts(2, (9, 70).__getitem__)]
+    expected = engine.embedded(*asked)
+    for done in (engine.generate(*asked), engine.generate(*asked)):
+        for r, c, e in zip(asked, done, expected, strict=True):
+            kv_of_all = engine.lookup(r.prefix)
+            assert list(c.token_ids) == engine.model.greedy(kv_of_all, r.prompt_ids, 6)
+            close(c.logprobs, torch.tensor(e.logprobs))
+        assert [c.served for c in done] == [proofs, proofs, proofs[::-1], proofs[::-1]]
+    assert expected[0].token_ids != expected[2].token_ids
+
+
 def test_a_fill_may_begin_inside_any_part(engine: Replica) -> None:
     """[50, 40]: 64 of 90 tokens are whole blocks, the tail is b's. [50, 10]: 32 of 60, both's."""
     one, other = prompts(2, lambda i: 9, seed=14)

@@ -11,6 +11,7 @@ import pytest
 from cartridge_forge.plugins.spec_files.loading import LoadedSpec, load_resolved, load_spec
 from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml, parse_value
 from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.spec.sections import ComposeSpec
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -295,13 +296,41 @@ def test_a_bad_override_names_itself(house: Path, override: str, expected: str) 
     assert message(override) == expected
 
 
-def test_compositions_need_two_documents_and_no_certain_backend(house: Path) -> None:
-    assert message("train.compose=0.5", "data.patients=1") == (
-        "compose must be 0 with a single cartridge, episodes or rsa: got 0.5 at --set "
-        "train.compose=0.5 (train.compose); remove it, or train two cartridges or more without them"
-    )
-    sets = ("train.compose=0.5", "generator.backend=vllm")
-    assert load_spec(M, sets=sets).spec.learn.train.compose == 0.5
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [
+        (
+            ("train.compose=0.5",),
+            "compose must be a section, no longer a share: got 0.5 at --set train.compose=0.5 "
+            "(train.compose); write compose: {distractors: 1, share: 0.5}",
+        ),
+        (
+            ("train.compose={}", "data.patients=1"),
+            "distractors must be less than the run's cartridges (1): got 1 at --set "
+            "train.compose={} (train.compose.distractors); lower it, or train more cartridges",
+        ),
+        (
+            ("train.compose.distractors=8",),
+            "distractors must be <= 7: got 8 at --set train.compose.distractors=8 "
+            "(train.compose.distractors); set it to 7 or less",
+        ),
+        (
+            ("train.compose={}", "rsa={N: 4}", "objective.w_rl=1"),
+            "compose must be null with episodes or rsa, whose prompts have one cartridge",
+        ),
+    ],
+)
+def test_compositions_that_cannot_be_trained_are_refused(
+    house: Path, sets: tuple[str, ...], expected: str
+) -> None:
+    assert message(*sets).startswith(expected)
+
+
+def test_compositions_need_no_certain_backend_and_older_specs_have_none(house: Path) -> None:
+    sets = ("train.compose.distractors=3", "generator.backend=vllm")
+    compose = load_spec(M, sets=sets).spec.learn.train.compose
+    assert compose == ComposeSpec(distractors=3, share=0.5)
+    assert load_spec(M, sets=("train.compose=0.0",)).spec.learn.train.compose is None
 
 
 def test_the_arm_routed_needs_questions_that_are_known(house: Path) -> None:

@@ -1,8 +1,6 @@
 """What is asked when: exact tokens, disjoint questions, and draws that hang on nothing else."""
 
-import dataclasses
 import hashlib
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,13 +17,10 @@ from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.step import (
-    Completion,
-    GenerateRequest,
     PrefixRef,
     Sampling,
     stream_seed,
 )
-from cartridge_forge.training.records import StudyPrompt, as_rollout, rollout_from, with_composition
 from models.pretrain.tokenizer import build_tokenizer
 
 BOS, END, USER, ASSISTANT = 1, 2, 4, 5
@@ -335,52 +330,6 @@ def test_near_doubles_of_held_out_questions_are_not_asked_in_training(
     training = {q.id for q in tasks._training[patient.id]}
     assert not training & {q.id for q in alike}
     assert training == {q.id for q in patient.questions} - held_out
-
-
-def some_prompts(count: int) -> list[StudyPrompt]:
-    bare = PrefixRef("document/none", 0)
-    return [
-        StudyPrompt(
-            name, "recite", GenerateRequest(f"on_policy/1/{i}", (4,), bare, Sampling(), i), name,
-            (name,), f"{name}/{i}",
-        )
-        for i, name in enumerate(["a", "b", "c"] * (count // 3))
-    ]  # fmt: skip
-
-
-def test_about_a_share_of_the_prompts_is_asked_in_company() -> None:
-    """Of 600 with share 0.5, within four standard deviations (12.2); both orders, all others."""
-    asked = with_composition(some_prompts(600), 7, ["a", "b", "c"], 0.5, seed=0)
-    pairs = [tuple(p.name for p in q.request.prefix.parts) for q in asked]
-    assert {p.version for q in asked for p in q.request.prefix.parts} == {7}
-    for q, names in zip(asked, pairs, strict=True):
-        assert f"cartridge/{q.document}" in names
-    two = [names for names in pairs if len(names) == 2]
-    assert abs(len(two) - 300) < 49
-    assert len(set(two)) == 6
-    assert with_composition(some_prompts(600), 7, ["a", "b", "c"], 0.5, seed=0) == asked
-    assert with_composition(some_prompts(600), 7, ["a", "b", "c"], 0.5, seed=1) != asked
-
-
-def test_without_a_share_every_prompt_is_asked_alone() -> None:
-    for share, names in ((0.0, ["a", "b", "c"]), (1.0, ["a"])):
-        prompts = [p for p in some_prompts(9) if p.document in names]
-        asked = with_composition(prompts, 2, names, share, seed=0)
-        assert [q.request.prefix for q in asked] == [
-            PrefixRef(f"cartridge/{p.document}", 2) for p in prompts
-        ]
-
-
-def test_a_rollout_in_company_keeps_it_through_a_checkpoint() -> None:
-    asked = with_composition(some_prompts(3), 2, ["a", "b", "c"], 1.0, seed=0)
-    done = [Completion(q.request.id, (9, 2), (-0.1, -0.2), (2, 2), "stop") for q in asked]
-    rollout = as_rollout(0, asked, done, offline=False)
-    assert [len(s.composed) for s in rollout.samples] == [2, 2, 2]
-    for q, sample in zip(asked, rollout.samples, strict=True):
-        assert [f"cartridge/{n}" for n in sample.composed] == [
-            p.name for p in q.request.prefix.parts
-        ]
-    assert rollout_from(json.loads(json.dumps(dataclasses.asdict(rollout)))) == rollout
 
 
 def test_offline_texts_repeat_the_draws_under_names_of_their_own(
