@@ -283,7 +283,7 @@ class LongHealthPrompts:
         self._choose = context_choice(spec, self.layout, self.texts, self.documents)
         self._passages = PassagePrompts(
             self.layout, self.texts, tokenizer, self.conversation, spec.cartridge.tokens,
-            spec.evaluate.arms,
+            spec.evaluate.arms, spec.evaluate.retriever,
         )  # fmt: skip
 
     @property
