@@ -358,6 +358,8 @@ COMMANDS = {
         _flag("--passages", "tell the document's passages that support the answer"),
         _option("--fallback", "C", "where the answer's confidence is under C, from 0 to 1, read "
                 "passages of the document and answer again", type=float),
+        _option("--retriever", None, "what ranks the passages that are read (default: bm25)",
+                choices=("bm25", "embeddings"), default="bm25"),
         _there("--run", "RUN", "of this run, not of the library"),
         _option("--server", "URL", "of a running server, such as http://127.0.0.1:8000"),
         _option("--key-env", "NAME", "environment variable that holds the server's key"),

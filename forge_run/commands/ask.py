@@ -52,6 +52,7 @@ from cartridge_forge.protocols.step import Sampling
 
 if TYPE_CHECKING:  # its import takes a second
     from cartridge_forge.plugins.chat.renderer import ChatRenderer
+    from cartridge_forge.plugins.documents.study.passages import Retriever
     from cartridge_forge.plugins.strategies.samplers.token_sampler import TokenSampler
 
 ANSWER_SECONDS = 300.0  # most of a server's answer
@@ -100,10 +101,12 @@ class AskedAnswer:
 @dataclass(frozen=True)
 class AnswerSupport:
     """Tell whether the passages that support an answer are asked for (`passages`), and below which
-    confidence the question is asked again with passages before it, None for never (`fallback`)."""
+    confidence the question is asked again with passages before it, None for never (`fallback`);
+    and what ranks those that are read."""
 
     passages: bool
     fallback: float | None
+    retriever: Retriever = "bm25"
 
     @property
     def reads(self) -> bool:
@@ -136,6 +139,7 @@ def command(
     verify: str | None,
     passages: bool,
     fallback: float | None,
+    retriever: Retriever,
     run: Path | None,
     server: str | None,
     key_env: str | None,
@@ -156,7 +160,7 @@ def command(
             "--verify exact gives the document's own answer, which --beside shows too, and is of "
             "one question; leave -i and --beside out, or give --verify after"
         )
-    support = AnswerSupport(passages, fallback)
+    support = AnswerSupport(passages, fallback, retriever)
     if support.reads and (chat or beside):
         raise SpecError("--passages and --fallback are of one answer; leave out -i and --beside")
     if fallback is not None and server is not None:
@@ -183,7 +187,9 @@ def command(
         opening = library_cartridge(mesh, sets, cartridge, question or "")
         with opening if run is None else _of_run(run, cartridge, question or "") as cartridge_asked:
             if question is None or beside:
-                return _sides(cartridge_asked, question, beside, sampling, seed, as_json, verify)
+                return _sides(
+                    cartridge_asked, question, beside, sampling, seed, as_json, verify, retriever
+                )  # fmt: skip
             with sampler_of(cartridge_asked, verify) as sampler:
                 answer = answer_of(
                     cartridge_asked, sampler, question, sampling, seed, verify, support
@@ -392,7 +398,7 @@ def answer_of(
         figure = "none" if confidence is None else f"{confidence:.2f}"
         note(f"confidence {figure}{': passages of the document are read' if falls else ''}")
     if falls:
-        words = with_passages(question, text, sampler.conversation, cartridge)
+        words = with_passages(question, text, sampler.conversation, cartridge, support.retriever)
         again = replace(request, messages=(AgentMessage("user", words),))
         result, info = _sampled(sampler, again, verify)
     passages = supporting_passages(text, question, result.text) if support.passages else None
@@ -414,16 +420,18 @@ def confidence_of(logprobs: Sequence[float], verify: Mapping[str, Any] | None) -
 
 
 def with_passages(
-    question: str, document: str, conversation: ChatRenderer, cartridge: AskedCartridge
-) -> str:
-    """Return the question behind the passages of a document that BM25 ranks first for it, as many
-    tokens as the cartridge has, or LEAST_READ."""
+    question: str, document: str, conversation: ChatRenderer, cartridge: AskedCartridge,
+    retriever: Retriever,
+) -> str:  # fmt: skip
+    """Return the question behind the passages of a document that the retriever ranks first for it,
+    as many tokens as the cartridge has, or LEAST_READ."""
     from cartridge_forge.learning.model.loading import load_tokenizer
     from cartridge_forge.plugins.documents.study.passages import PassageIndex
 
     tokenizer = load_tokenizer(cartridge.model.path)
     most = max(cartridge.tokens, LEAST_READ)
-    return f"{PassageIndex([document], tokenizer, conversation, most).best(question)}\n\n{question}"
+    index = PassageIndex([document], tokenizer, conversation, most, retriever)
+    return f"{index.best(question)}\n\n{question}"
 
 
 def _sampled(
@@ -450,7 +458,7 @@ def _sampled(
 
 def _sides(
     cartridge: AskedCartridge, question: str | None, compare: bool, sampling: Sampling, seed: int,
-    as_json: bool, verify: str | None,
+    as_json: bool, verify: str | None, retriever: Retriever,
 ) -> int:  # fmt: skip
     """Answer the question, or the lines of a chat until an empty one, by every arm."""
     from cartridge_forge.learning.model.loading import load_tokenizer
@@ -478,7 +486,9 @@ def _sides(
                 words = line
                 if arm == RETRIEVED:
                     assert document is not None, "arms are compared with the document's"
-                    words = with_passages(line, document, sampler.conversation, cartridge)
+                    words = with_passages(
+                        line, document, sampler.conversation, cartridge, retriever
+                    )  # fmt: skip
                     sizes[arm] = tokens_of(words) - tokens_of(line)
                 messages = (*history[arm], AgentMessage("user", words))
                 start = time.perf_counter()

@@ -117,7 +117,7 @@ def evaluate(
         require_documents(run, paper)
     out.mkdir(parents=True, exist_ok=True)
     contamination = _contamination(finished, paper, spec, out)
-    entry = enter(finished, paper, kinds, tokenizer)
+    entry = enter(finished, paper, kinds, tokenizer, spec.retriever)
     notes = [*(line for run in finished for line in run.notes), *paper.notes, *entry.notes]
     for line in notes:
         show(f"note: {line}")

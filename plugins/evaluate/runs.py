@@ -30,6 +30,7 @@ from cartridge_forge.plugins.documents.study.passages import (
     RETRIEVED,
     RETRIEVED_CARTRIDGE,
     PassagePrompts,
+    Retriever,
     passage_tokens,
 )
 from cartridge_forge.plugins.documents.study.prompts import texts_of
@@ -184,8 +185,9 @@ class EvaluatedRun:
 
 
 def enter(
-    runs: Sequence[FinishedRun], paper: EvalSuite, kinds: Sequence[str] | None, tokenizer: Any
-) -> EvaluatedRun:
+    runs: Sequence[FinishedRun], paper: EvalSuite, kinds: Sequence[str] | None, tokenizer: Any,
+    retriever: Retriever = "bm25",
+) -> EvaluatedRun:  # fmt: skip
     """Return the arms of these kinds, ordered as KINDS, each trained one before its routed one; for
     None all of KINDS, without passages where a cartridge has too few tokens for them. Raises
     SpecError for an unknown kind."""
@@ -233,7 +235,9 @@ def enter(
     places = {
         budget: PassagePlaces(
             paper,
-            PassagePrompts(about.layout, about.texts, tokenizer, about.conversation, budget, kinds),
+            PassagePrompts(
+                about.layout, about.texts, tokenizer, about.conversation, budget, kinds, retriever
+            ),
         )
         for budget in budgets
     }

@@ -22,6 +22,9 @@ class EvalSpec(SpecSection):
     max_tokens: int | None = Field(
         default=None, ge=1, description="most tokens of an answer; null: the run's evaluate section"
     )
+    retriever: Literal["bm25", "embeddings"] = Field(
+        default="bm25", description="what ranks the passages of the arms retrieved*"
+    )
     passages: int = Field(
         default=4, ge=0, description="passages of each document that are read word by word"
     )

@@ -549,6 +549,9 @@ class EvaluateSpec(SpecSection):
     arms: Annotated[tuple[Arm, ...], AsTuple] = Field(
         default=ARMS, min_length=1, description="what stands before the questions"
     )
+    retriever: Literal["bm25", "embeddings"] = Field(
+        default="bm25", description="what ranks the passages of the arms retrieved*"
+    )
     questions: int = Field(default=200, ge=1, description="most held-out questions of an arm")
     probe_every: int = Field(
         default=0, ge=0, description="steps between probes in training; 0 never"

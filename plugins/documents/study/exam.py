@@ -66,7 +66,7 @@ class StudyExam:
         self._conversation, self._titles = conversation, titles
         self._passages = PassagePrompts(
             parts.layout, parts.texts, tokenizer, conversation, spec.cartridge.tokens,
-            spec.evaluate.arms,
+            spec.evaluate.arms, spec.evaluate.retriever,
         )  # fmt: skip
         self.asked, self.held_out = list(asked), list[StudyQuestion]()
         self.questions: list[HeldOutQuestion] = []

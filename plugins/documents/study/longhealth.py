@@ -285,7 +285,7 @@ class LongHealthPrompts:
         self._compose = composition_choice(spec, texts_of(self.layout, self.texts))
         self._passages = PassagePrompts(
             self.layout, self.texts, tokenizer, self.conversation, spec.cartridge.tokens,
-            spec.evaluate.arms,
+            spec.evaluate.arms, spec.evaluate.retriever,
         )  # fmt: skip
 
     @property

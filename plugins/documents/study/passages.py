@@ -1,7 +1,7 @@
 """Choose the passages of a text that a question is asked over, in place of a cartridge as long.
 
-    text -> passages of half of P tokens, which overlap by half -> BM25 -> PASSAGES that do not
-    overlap, in the text's order
+    text -> passages of half of P tokens, which overlap by half -> ranked by BM25 or embeddings
+    -> PASSAGES that do not overlap, in the text's order
 
 With their place in the chat template they take at most P tokens, those of a cartridge.
 """
@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
+from cartridge_forge.plugins.documents.study.embeddings import EmbeddingRanker, embedder
 from cartridge_forge.plugins.documents.retrieval import Bm25Router
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.layout import CartridgeLayout
 from cartridge_forge.protocols.step import PrefixRef
 
+Retriever = Literal["bm25", "embeddings"]
 PASSAGES = 2
 LEAST_TOKENS = 2
 BETWEEN = "\n\n"
@@ -51,9 +53,10 @@ class PassageIndex:
     """Rank the passages of texts that are read as one, for prompts of at most `tokens` tokens."""
 
     def __init__(
-        self, texts: Sequence[str], tokenizer: Any, conversation: ChatRenderer, tokens: int
-    ) -> None:
-        """Raise DataError as `require_room` does."""
+        self, texts: Sequence[str], tokenizer: Any, conversation: ChatRenderer, tokens: int,
+        retriever: Retriever = "bm25",
+    ) -> None:  # fmt: skip
+        """Raise DataError as `require_room` does, RunError where `embeddings` are not installed."""
         require_room(conversation, tokens)
         self._conversation, self._tokenizer, self._tokens = conversation, tokenizer, tokens
         self._size = passage_tokens(conversation, tokens)
@@ -62,18 +65,23 @@ class PassageIndex:
             self._ids += tokenizer(text + BETWEEN, add_special_tokens=False).input_ids
         step = max(1, self._size // 2)
         starts = range(0, max(1, len(self._ids) - step), step)
-        self._router = Bm25Router.of_texts({f"{at:09d}": self._text(at, 0) for at in starts})
+        passages = {f"{at:09d}": self._text(at, 0) for at in starts}
+        self._ranker = (
+            EmbeddingRanker(passages)
+            if retriever == "embeddings"
+            else Bm25Router.of_texts(passages)
+        )
 
     def head(self, passages: str) -> tuple[int, ...]:
         """Return the ids of a conversation's head with these passages as its document."""
         return _head(self._conversation, passages)
 
     def best(self, question: str) -> str:
-        """Return the passages for a question; the text's first ones where none shares a word with
+        """Return the passages for a question; the text's first ones where BM25 finds no word of
         it. Their head has at most `tokens` tokens."""
-        names = [name for name, _ in self._router.top(question, len(self._router.names))]
+        names = [name for name, _ in self._ranker.top(question, len(self._ranker.names))]
         chosen: list[int] = []
-        for at in (int(name) for name in (names or self._router.names)):
+        for at in (int(name) for name in (names or self._ranker.names)):
             if len(chosen) < PASSAGES and all(abs(at - other) >= self._size for other in chosen):
                 chosen.append(at)
         shorter = 0  # a passage's text may have other tokens than it was cut from
@@ -95,20 +103,24 @@ class PassagePrompts:
     def __init__(
         self, layout: CartridgeLayout, texts: Mapping[str, str], tokenizer: Any,
         conversation: ChatRenderer, tokens: int, arms: Collection[str],
+        retriever: Retriever = "bm25",
     ) -> None:  # fmt: skip
         """Take the contexts' texts, of which each cartridge has those of its `layout`, and the
-        tokens P of a cartridge. Raises DataError where one of the `arms` has no room."""
+        tokens P of a cartridge. Raises DataError where one of the `arms` has no room, RunError
+        where one needs `embeddings` that are not installed."""
         if not {RETRIEVED, RETRIEVED_CARTRIDGE}.isdisjoint(arms):
             require_room(conversation, tokens)
+            if retriever == "embeddings":
+                embedder()
         self._layout, self._texts, self._tokenizer = layout, texts, tokenizer
-        self._conversation, self._tokens = conversation, tokens
+        self._conversation, self._tokens, self._retriever = conversation, tokens, retriever
         self._indices: dict[str, PassageIndex] = {}  # by cartridge
 
     def _index(self, cartridge: str) -> PassageIndex:
         if cartridge not in self._indices:
             texts = [self._texts[context] for context in self._layout.contexts[cartridge]]
             self._indices[cartridge] = PassageIndex(
-                texts, self._tokenizer, self._conversation, self._tokens
+                texts, self._tokenizer, self._conversation, self._tokens, self._retriever
             )
         return self._indices[cartridge]
 

@@ -19,7 +19,7 @@ from cartridge_forge.learning.decoder import LanguageModel
 from cartridge_forge.learning.teacher import document_kv
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
-from cartridge_forge.plugins.documents.study.passages import BETWEEN, PassageIndex
+from cartridge_forge.plugins.documents.study.passages import BETWEEN, PassageIndex, Retriever
 from cartridge_forge.plugins.documents.study.reference_prompts import study_prompts
 from cartridge_forge.plugins.evaluate.bench.peft_methods import train_lora, train_prefix
 from cartridge_forge.plugins.evaluate.bench.presses import kvzip, snapkv
@@ -108,9 +108,9 @@ def summary(bench: Bench, text: BenchText) -> Iterator[Point]:
     yield of_prefix(bench, document_kv(bench.model, ids))
 
 
-def passages(bench: Bench, text: BenchText) -> Iterator[Point]:
-    """Read the passages of P tokens in all that BM25 ranks first for each question."""
-    index = PassageIndex([text.text], bench.tokenizer, text.renderer, bench.tokens)
+def passages(retriever: Retriever, bench: Bench, text: BenchText) -> Iterator[Point]:
+    """Read the passages of P tokens in all that the retriever ranks first for each question."""
+    index = PassageIndex([text.text], bench.tokenizer, text.renderer, bench.tokens, retriever)
     chosen = {q.with_text.id: index.best(q.question.text) for q in text.questions}
     kvs = {
         words: document_kv(bench.model, index.head(words))
@@ -237,7 +237,8 @@ METHODS: Mapping[str, Method] = {
     "document": document,
     "first_tokens": first_tokens,
     "summary": summary,
-    "passages": passages,
+    "passages": partial(passages, "bm25"),
+    "embedded_passages": partial(passages, "embeddings"),
     "snapkv": by_snapkv,
     "kvzip": by_kvzip,
     "attention_matching": matching,

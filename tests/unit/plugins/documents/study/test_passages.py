@@ -67,6 +67,13 @@ def test_without_a_common_word_the_text_begins(setup: Setup) -> None:
     assert index.best("oxen?").startswith("statin duratex")
 
 
+def test_passages_by_embeddings_need_no_common_word(setup: Setup) -> None:
+    question = "Which hormone lowers glucose in diabetes?"
+    parts = [CHART], setup.tokenizer, setup.conversation, 40
+    assert "insulin" in PassageIndex(*parts, "embeddings").best(question)
+    assert "insulin" not in PassageIndex(*parts, "bm25").best(question)
+
+
 def test_a_whole_prompt_reads_passages_as_its_document(setup: Setup) -> None:
     message = (AgentMessage("user", "what is the insulin?"),)
     ids, ref = setup.prompts.as_document("a", message)
