@@ -74,6 +74,10 @@ def test_a_newcomer_reads_few_words_before_the_first_command_and_its_accuracy() 
     assert len(start.split()) <= 120
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
+
+
 def test_an_own_document_is_asked_within_600_words() -> None:
     """Of the whole page, the document itself too, up to the answer of the first question."""
     page = (TUTORIALS / "own_documents.md").read_text(encoding="utf-8")
