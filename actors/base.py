@@ -237,9 +237,7 @@ def gpus_here() -> int:
     return torch.cuda.device_count()
 
 
-VLLM_REMEDY = (
-    "run `make install-vllm` (CPU), or `pip install vllm==0.32.0` where there are NVIDIA GPUs"
-)
+VLLM_REMEDY = "run `make install-vllm` in a checkout, or `pip install vllm==0.32.0` for NVIDIA GPUs"
 
 
 def missing_vllm() -> bool:

@@ -7,6 +7,7 @@ imports the rest: pydantic for the spec, torch and Monarch for a run, gRPC for t
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +24,9 @@ from cartridge_forge.forge_run.arguments import (
     ShowVersion,
     whole_number,
 )
-from cartridge_forge.protocols.errors import ForgeError
+from cartridge_forge.protocols.errors import DataError, ForgeError
 
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 INTERRUPTED = 130  # a shell's code for a process that Ctrl-C ended
 FORMATS = ("forge", "hazy", "peft", "tokasaurus")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -539,6 +541,12 @@ def _run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
 
         print(f"error: {redacted(str(error))}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if error.errno not in FORBIDDEN or error.filename is None:
+            raise
+        told = f"{error.filename}: {error.strerror}; use a folder that you may read and write"
+        print(f"error: {told}", file=sys.stderr)
+        return DataError.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
 

@@ -13,7 +13,7 @@ from typing import Any
 from cartridge_forge.plugins.spec_files.keys import may_hold_secret
 from cartridge_forge.plugins.spec_files.loading import load_resolved
 from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml
-from cartridge_forge.protocols.errors import CheckpointError
+from cartridge_forge.protocols.errors import CheckpointError, RunError
 from cartridge_forge.protocols.files import salvage
 from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.services.pool.sizes import GIVEN, PoolSize
@@ -35,11 +35,18 @@ def open_directory(
     """Return a new run directory and False, or the one to resume and True. A resumed run must have
     this spec, except for MAY_CHANGE: the hosts, which affect no result, and the ranks of
     trainer and teacher and the sizes of pools, which affect rounding only. Raises CheckpointError
-    otherwise."""
+    otherwise, and RunError where no run can be written."""
     root = (run_dir or Path("runs")).absolute()
     if resume == UNFINISHED:
         resume = _unfinished(spec, root, tell)
     if resume is None:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(
+                f"no run can be written to {root}: {error.strerror}; go to a folder that you may "
+                "write to, or name one by --run-dir"
+            ) from error
         return RunDirectory.create(root, spec.mesh.name, dump_yaml(spec.as_dict())), False
     directory = RunDirectory.open(root, spec.mesh.name, resume or "latest")
     changed = _changed(directory, spec)

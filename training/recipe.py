@@ -76,6 +76,7 @@ class Recipe(Protocol):
     texts: Mapping[str, Sequence[str]]
     end_ids: frozenset[int]
     note: str = ""
+    question: str = "What is this about?"  # for the command that is printed
 
     def prepare(self, step: int) -> None:
         """Make the prompts of `step` beforehand, while the models work."""

@@ -63,8 +63,6 @@ from cartridge_forge.training.records import (
 from cartridge_forge.training.scoring import TeacherScoring, score_key, train_scored
 from cartridge_forge.training.weight_sync import WeightSync
 
-QUESTION = "What is this about?"  # of any document, for the command that is printed
-
 
 def run_results(
     learn: LearnSpec,
@@ -251,7 +249,7 @@ class TrainingRun:
         self._recorder.event(
             "usable", version=version, cartridges=[*self._recipe.layout.cartridges]
         )
-        words = ("forge", "ask", name, QUESTION, "--run", str(self._directory.path))
+        words = ("forge", "ask", name, self._recipe.question, "--run", str(self._directory.path))
         hint = f"ask it: {shlex.join(words)}"
         self._show(message=f"cartridge version {version} is trained and saved; {hint}")
 

@@ -36,9 +36,8 @@ from cartridge_forge.plugins.chat.wire.foreign import read_json
 from cartridge_forge.plugins.documents.retrieval import Bm25Router, Choice
 from cartridge_forge.plugins.documents.study.support import SupportingPassage, supporting_passages
 from cartridge_forge.plugins.library.formats.base_model import BaseModelInfo
-from cartridge_forge.plugins.library.formats.cartridge_file import date_of
+from cartridge_forge.plugins.library.formats.cartridge_file import Provenance, date_of
 from cartridge_forge.plugins.library.names import AUTO, parse_cartridge
-from cartridge_forge.plugins.library.store import CartridgeVersion
 from cartridge_forge.plugins.serve.engine.run_documents import document_of_source
 from cartridge_forge.plugins.serve.spec import VerifySpec, load_serve
 from cartridge_forge.plugins.spec_files.loading import load_resolved
@@ -295,22 +294,22 @@ def library_cartridge(
     forge.read(entry.path.parent)  # against its checksums
     label, source = "{}@{}".format(*entry.key), entry.manifest.source
     yield AskedCartridge(
-        label, entry.path, model_of(entry, spec.model, library.base), spec.generator, why,
+        label, entry.path, model_of(label, entry.manifest.facts, spec.model, library.base),
+        spec.generator, why,
         entry.manifest.tokens, str(source.get("run", "")), str(source.get("name", "")),
         date_of(source), entry.document if entry.document.is_file() else None, library.directory,
     )  # fmt: skip
 
 
-def model_of(entry: CartridgeVersion, served: ModelSpec, base: BaseModelInfo) -> ModelSpec:
+def model_of(label: str, facts: Provenance, served: ModelSpec, base: BaseModelInfo) -> ModelSpec:
     """Return the model that a cartridge is for: the one that the library's server serves, or a kept
     or shipped one of the name that it was trained with. Raises DataError where there is neither."""
-    facts = entry.manifest.facts
     if facts.config_sha256 in ("", base.config_sha256):
         return served
     model = named_model(facts.base)
     if model is None:
         raise DataError(
-            f"{entry.manifest.name} was trained for the model {facts.base}, which is not kept "
+            f"{label} was trained for the model {facts.base}, which is not kept "
             f"here; add it (forge models add {facts.base}), or name it: --set model.path=DIR"
         )
     return served.model_copy(

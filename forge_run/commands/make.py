@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cartridge_forge.forge_run.arguments import GRACE_SECONDS
 from cartridge_forge.forge_run.child import in_child
@@ -36,11 +36,14 @@ from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.files import models_folder
 
+if TYPE_CHECKING:  # it loads a tokenizer's package
+    from cartridge_forge.plugins.documents.corpus import Corpus
+
 MESH = "documents"  # the shipped one
 MODEL_ROLES = ("generator", "doc_teacher", "trainer")
 WATCH_SECONDS = 1.0
 QUESTION = "What is this about?"  # of any document, for commands that are printed
-CHOICES = "   (--beside: also without it; -i: a chat)"
+CHOICES = "\n--beside: also without it; -i: a chat"
 NAME_LETTERS = 14  # a document's name of 48 letters fits behind it
 
 
@@ -72,14 +75,15 @@ def command(
     hint = ask_command(called, mesh, loaded.spec.learn.model.path)
     if now:
         size = in_child(_tokens, loaded.spec.learn, read, tokens, ratio)
-        in_child(_first, [f"cartridge.tokens={size}", *settings], mesh, names, called)
+        chosen = [f"cartridge.tokens={size}", *settings]
+        in_child(_first, chosen, mesh, names, called, planned=False)
         print(f"ask it: {hint}{CHOICES}")
         return 0
     chosen = in_child(plan_run, loaded.spec.learn, read, tokens, ratio, minutes, settings)
     if dry_run:
         return 0
     if loaded.spec.learn.cartridge.start is None:
-        starts = in_child(_first, [*chosen, *settings], mesh, names, called)
+        starts = in_child(_first, [*chosen, *settings], mesh, names, called, planned=True)
         note(f"training goes on from there; ask it: {hint}{CHOICES}")
         settings = [*settings, start_from(starts)]
     code = train(
@@ -177,10 +181,12 @@ def _tokens(learn: Any, read: ReadResult, tokens: int | None, ratio: float | Non
 
 
 def _first(
-    sets: Sequence[str], serve: str, names: Mapping[str, str], called: str
+    sets: Sequence[str], serve: str, names: Mapping[str, str], called: str, *, planned: bool
 ) -> dict[str, str]:
     """Add the cartridges of the documents as they are before training to the server's library, say
-    what they are worth, and return where each one is, by its name in a run."""
+    what they are worth, and return where each one is, by its name in a run. A plan has told which
+    documents are left out (`planned`)."""
+    from cartridge_forge.forge_run.plan.documents import remarks
     from cartridge_forge.forge_run.plan.first_cartridges import first_cartridges, gain_text
     from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
     from cartridge_forge.plugins.library.formats.base_model import read_base
@@ -197,7 +203,11 @@ def _first(
         elapsed = f", {time.monotonic() - began:.0f} s so far" if at else ""
         note(f"cartridge {at + 1} of {count}, {name}: in closed form, without training{elapsed}")
 
-    for one in first_cartridges(learn, show):
+    def tell(corpus: Corpus) -> None:
+        for line in () if planned else remarks(corpus):
+            note(line)
+
+    for one in first_cartridges(learn, show, tell):
         new = called if one.count == 1 else names.get(one.name, f"{called}.{one.name}")
         version = add_cartridge(library, new, one.file, {}, one.passages)
         library.keep_document(version, one.text)
@@ -219,6 +229,8 @@ def ask_command(called: str, serve: str, model: str) -> str:
     served = load_serve(serve).spec.model.path
     if Path(model).parent != models_folder() and model != served:
         words += ["--set", f"model.path={model}"]
+    if (home := os.environ.get("FORGE_HOME")) and not Path(home).expanduser().is_absolute():
+        words = ["env", f"FORGE_HOME={Path(home).absolute()}", *words]
     return shlex.join(words)
 
 

@@ -56,7 +56,7 @@ def command(
     old, new = text_of(entry, label, library.directory), _read(file)
     if append:
         new = appended(old, new)
-    model = model_of(entry, spec.model, library.base)
+    model = model_of(label, entry.manifest.facts, spec.model, library.base)
     for line in check(model.path)[1]:
         note(line)
     path = in_child(_refit, library, entry, label, old, new, model)

@@ -23,7 +23,8 @@ from cartridge_forge.plugins.spec_files.keys import is_shipped_mesh
 from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.plugins.spec_files.yaml_source import parse_value
 from cartridge_forge.plugins.statistics.formatting import TableSection, facts, render
-from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.errors import DataError, SpecError
+from cartridge_forge.protocols.packages import install_command, is_missing
 
 COLUMNS = ("agent", "task", "turns", "reward", "slowest move", "ended as")
 WORDS_A_TOKEN = 0.75  # of English, where no tokenizer is known
@@ -33,9 +34,13 @@ def command(
     *, target: str, sets: list[str], tasks: int, turns: int | None, seed: int, script: Path | None,
     as_json: bool,
 ) -> int:  # fmt: skip
-    """Print the episodes and findings; returns 1 where something would not train."""
+    """Print the episodes and findings; returns 1 where something would not train. Raises
+    ForgeError."""
     status = 0
-    for spec, plan in _checked(target, sets, tasks, turns, seed, script):
+    checked = _checked(target, sets, tasks, turns, seed, script)
+    if any(spec.kind == "desk" for spec, _ in checked) and is_missing("openenv"):
+        raise DataError(f"the desk needs openenv; run `{install_command('openenv')}`")
+    for spec, plan in checked:
         check = asyncio.run(check_environment(spec, plan))
         status = max(status, int(any(f.fault for f in check.findings)))
         if as_json:

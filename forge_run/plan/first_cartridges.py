@@ -64,12 +64,14 @@ class FirstCartridge:
 
 
 def first_cartridges(
-    learn: DocumentsLearn, show: Callable[[int, int, str], None] = lambda at, count, name: None
+    learn: DocumentsLearn, show: Callable[[int, int, str], None], read: Callable[[Corpus], None]
 ) -> Iterator[FirstCartridge]:
     """Yield the cartridges of the spec's documents as `cartridge.init` makes them, one after
-    another; `show` is told which is next. Raises DataError as reading and initializing do."""
+    another; `read` is told the documents, and `show` which cartridge is next. Raises DataError as
+    reading and initializing do."""
     tokenizer = load_tokenizer(learn.model.path)
     corpus = read_parts(learn, tokenizer)
+    read(corpus)
     renderer = ChatRenderer(tokenizer, corpus.texts, datetime.now())
     model = load_model(learn.model.path, learn.model.dtype)
     facts, hashed = _facts(learn, model), tokenizer_hash(tokenizer)

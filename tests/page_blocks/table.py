@@ -4,17 +4,19 @@
 or the beginning of it. A row says one of:
 
     run     tests/nightly/runs/test_page_blocks.py runs it, in a folder outside the tree
-    plan    the same, with --dry-run behind each command that can take it: the run itself is long
+    plan    the same, with --dry-run behind each command that can take it, and `make` as `make -n`:
+            the run itself is long, or changes the checkout
     test    another test runs it: that file, in which `proves` stands
     why     nothing runs it here: one of the table's reasons
     text    no command, nor Python: what something prints, a formula, a form
 
 and of what is run also:
 
-    needs   run: a finished run in runs/; library: patient_01 in it; server: `forge serve` of it
+    needs   run: a finished run in runs/; library: patient_01 in it; server: `forge serve` of it;
+            model: smollm2-135m is kept; vllm: it is installed
     leave   lines that begin so are left out
     edit    {text: another}: a placeholder filled in, fewer steps
-    before  commands, or lines of Python, that stand before it
+    before  commands, or lines of Python, that stand before it; `after`: behind it
     prints  texts that it prints
     code    its exit code, where it is not 0
 """
@@ -65,6 +67,7 @@ class BlockRow:
     leave: tuple[str, ...] = ()
     edit: dict[str, str] = field(default_factory=dict)
     before: str = ""
+    after: str = ""
     prints: tuple[str, ...] = ()
     code: int = 0
 
@@ -77,11 +80,13 @@ class BlockRow:
             text = text.replace(old, new)
         if self.kind == "plan":
             text = "\n".join(_planned(line) for line in text.splitlines())
-        return f"{self.before}\n{text}\n" if self.before else f"{text}\n"
+        return "".join(f"{part}\n" for part in (self.before, text, self.after) if part)
 
 
 def _planned(line: str) -> str:
     command, comment = re.fullmatch(r"(.*?)(\s+#\s.*)?", line).groups(default="")
+    if command.startswith("make"):
+        return f"make -n -C $CHECKOUT{command.removeprefix('make')}{comment}"
     if not command.lstrip().startswith(PLANS) or "--dry-run" in command:
         return line
     return f"{command} --dry-run{comment}"

@@ -4,11 +4,14 @@ counted: tests/page_blocks/table.yaml. tests/nightly/runs/test_page_blocks.py ru
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 
 import pytest
 from page_blocks.table import BlockRow, PageBlock, matched, page_blocks, rows, table
 from tutorial_pages import ROOT
+
+from cartridge_forge.forge_run.cli import COMMANDS, FORGE_RUN
 
 
 def test_every_block_has_one_row_and_the_kinds_are_counted() -> None:
@@ -17,8 +20,6 @@ def test_every_block_has_one_row_and_the_kinds_are_counted() -> None:
 
 def test_a_reason_is_one_of_the_table_and_each_is_used() -> None:
     used = {row.argument for row, _ in matched() if row.kind == "why"}
-    assert used <= table()["reasons"].keys()
-    # `docker run` of two pages is why `cluster` is; no reason is left over.
     assert used == table()["reasons"].keys()
 
 
@@ -27,6 +28,16 @@ def test_another_test_that_runs_a_block_is_there() -> None:
         if row.kind == "test":
             assert row.proves, row
             assert row.proves in (ROOT / row.argument).read_text(), f"{row.argument}: {row.proves}"
+
+
+def test_a_synopsis_has_every_option_of_its_command() -> None:
+    found = [block for row, block in matched() if row.proves == "synopsis"]
+    assert len(found) == 2
+    for block in found:
+        program, verb = block.text.split()[:2]
+        command = FORGE_RUN if program == "forge-run" else COMMANDS[verb]
+        options = {name for name, _ in command.options if name.startswith("--")}
+        assert set(re.findall(r"--[\w-]+", block.text)) == options
 
 
 def test_what_no_test_runs_is_no_command_or_compiles() -> None:
@@ -46,6 +57,9 @@ def test_a_script_leaves_out_fills_in_and_plans() -> None:
     assert row.script(block) == (
         "cd .\nforge-run longhealth    --set a=1 --dry-run # why\nforge plan longhealth\n"
     )
+    block = PageBlock("a.md", "", "make x B=1  # why")
+    row = BlockRow("a.md", "make", "plan", after="ls")
+    assert row.script(block) == "make -n -C $CHECKOUT x B=1  # why\nls\n"
     with pytest.raises(AssertionError, match="has no 'N' to edit"):
         BlockRow("a.md", "pip", "run", edit={"N": "x"}).script(block)
 

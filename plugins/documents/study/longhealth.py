@@ -117,6 +117,9 @@ class LongHealthRecipe(Recipe):
         self.layout = tasks.layout
         self.texts = texts_of(tasks.layout, tasks.texts)
         self.end_ids, self.note = tasks.end_ids, tasks.conversation.note
+        first = next(iter(tasks.layout.contexts.values()))
+        asked = (exam.question for exam in self._exams if exam.question.patient in first)
+        self.question = next((one.text for one in asked), self.question)
 
     def prepare(self, step: int) -> None:
         self._tasks.prepare(step)

@@ -97,8 +97,8 @@ def train(
     step of training from `start`, and after the last. `wording` is that of `training_rows`."""
     bank = CartridgeBank([text.name], [start.float()], frozen=1)
     spec = TrainSpec(
-        steps=settings.steps, lr=settings.lr, lr_scale="rms", warmup_steps=settings.warmup,
-        row_tokens=ROW_TOKENS, seed=settings.seed,
+        steps=settings.steps, lr=settings.lr, lr_scale="rms", row_tokens=ROW_TOKENS,
+        warmup_steps=min(settings.warmup, settings.steps), seed=settings.seed,
     )  # fmt: skip
     trainer = CartridgeTrainer(model, bank, spec, objective=ObjectiveSpec(micro_tokens=256))
     trainer.begin("on_policy", settings.steps)

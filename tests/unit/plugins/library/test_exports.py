@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from cartridge_forge.forge_run.cli import ENGINES as LISTED
 from cartridge_forge.forge_run.cli import forge
 from cartridge_forge.plugins.library.exports.engines import ENGINES, REFUSED, chat_turn, export
 from cartridge_forge.plugins.library.exports.llama_session import neighbouring, write_session
-from cartridge_forge.plugins.library.formats.base_model import read_base
+from cartridge_forge.plugins.library.formats.base_model import made_for, read_base
+from cartridge_forge.plugins.library.formats.cartridge_file import CartridgeFile
 from cartridge_forge.plugins.library.formats.convert import read
 from cartridge_forge.plugins.library.names import CartridgeName
-from cartridge_forge.plugins.library.store import CartridgeStore
+from cartridge_forge.plugins.library.store import CartridgeStore, add_cartridge
 from cartridge_forge.protocols.errors import DataError
 
 
@@ -75,6 +77,28 @@ def test_the_folder_of_each_engine(tmp_path: Path) -> None:
 
 def test_the_command_lists_every_engine() -> None:
     assert set(LISTED) == {*ENGINES, *REFUSED}
+
+
+def test_the_model_is_the_one_that_the_cartridge_was_made_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the library and of a path; the server's own model is another one."""
+    monkeypatch.setenv("FORGE_HOME", str(tmp_path))
+    kept = tmp_path / "models" / "slower"
+    shutil.copytree(READER, kept)
+    config = json.loads((kept / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] *= 2
+    (kept / "config.json").write_text(json.dumps(config))
+    made = trained()
+    made = made_for(CartridgeFile(made.kv, made.frozen), read_base(kept))
+    add_cartridge(CartridgeStore(tmp_path / "library", read_base(kept)), "ward", made, {})
+    for name, source in (("a", "ward"), ("b", str(write(made, tmp_path, "forge")))):
+        out = tmp_path / name
+        assert forge(["export", source, "--for", "transformers", "--out", str(out)]) == 0
+        assert "for the model slower" in (out / "README.md").read_text()
+    shutil.rmtree(kept)
+    assert forge(["export", "ward", "--for", "transformers", "--out", str(tmp_path / "c")]) == 2
+    assert "was trained for the model slower, which is not kept here" in capsys.readouterr().err
 
 
 def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

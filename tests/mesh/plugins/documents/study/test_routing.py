@@ -97,6 +97,8 @@ def test_the_arm_routed_asks_the_routers_cartridge() -> None:
     prompts = LongHealthPrompts(spec, clinic(), build_tokenizer())
     recipe = LongHealthRecipe(prompts, measured=True)
     assert recipe.texts == {p.id: (p.document,) for p in clinic()}
+    first = [e.question.text for e in prompts.exams if e.question.patient == clinic()[0].id]
+    assert recipe.question == first[0], "for the printed command, which asks the first cartridge"
     routing, engine = RoutedQuestions(recipe.texts), Engine()
     kept: list[Sequence[Answer]] = []
 

@@ -250,6 +250,11 @@ def test_training_goes_on_from_its_start(bench: Bench, text: BenchText, method: 
     assert outcome(text, points[-1].reader) == outcome(text, again[-1].reader)
 
 
+def test_fewer_steps_than_the_rate_takes_to_rise(bench: Bench, text: BenchText) -> None:
+    short = replace(bench, training=replace(bench.training, steps=1))
+    assert [point.step for point in METHODS["offline"](short, text)] == [0, 1]
+
+
 def test_lora_writes_what_it_reads_as_likeliest(bench: Bench, text: BenchText) -> None:
     *_, point = METHODS["lora"](bench, text)
     samples = [q.with_text for q in text.questions]
