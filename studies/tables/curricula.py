@@ -1,4 +1,4 @@
-"""Tabulate a sweep over curricula of the main job: what each arm reaches, and in which seconds."""
+"""Tabulate a sweep over curricula of the main job: what each arm reaches, and in which time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from studies.archive import document, rows
 from studies.tables.cells import Units, p_value, paired, points, shares, spread
 
 SAMPLED, GREEDY, LOSS = "sampled answers right", "greedy answers right", "loss of the right answer"
-STEPS, SECONDS = "seconds of the steps", "seconds of the run"
+PROCESSOR, SECONDS = "processor seconds", "seconds"
 TRAINED = "on_policy"
 
 
 def by_arm(study: str, sweep: str) -> dict[str, dict[str, Units]]:
-    """Return the outcomes of every arm by name and seed: shares, nats a token, and seconds. Those
-    of the steps are their mean times their number."""
+    """Return the outcomes of every arm by name and seed: shares, nats a token, and seconds of the
+    whole run, those of the processors over all its processes."""
     found: dict[str, dict[str, Units]] = defaultdict(lambda: defaultdict(dict))
     for run in archive.runs(study, sweep):
         answers, units = defaultdict[tuple[str, bool], list[Any]](list), found[run.arms[TRAINED]]
@@ -32,7 +32,7 @@ def by_arm(study: str, sweep: str) -> dict[str, dict[str, Units]]:
         units[LOSS][run.seed] = fmean(row["nll"] for row in greedy)
         results = document(study, f"{run.name}/results.json")
         steps = [r for r in rows(study, f"{run.name}/metrics.jsonl") if r["arm"] == TRAINED]
-        units[STEPS][run.seed] = results["step_seconds"][TRAINED] * len(steps)
+        units[PROCESSOR][run.seed] = results["cpu"]["all"]
         units[SECONDS][run.seed] = results["wall_seconds"]
         units["steps"][run.seed] = len(steps)
         units["tokens"][run.seed] = sum(row["tokens"] for row in steps)
@@ -48,12 +48,12 @@ def curriculum_arms(study: str, sweep: str) -> tuple[list[str], list[list[str]]]
             for mean, bounds in (shares(units[outcome].values()) for outcome in (SAMPLED, GREEDY))
         ]
         steps, tokens, seconds = (
-            f"{fmean(units[name].values()):,.0f}" for name in ("steps", "tokens", SECONDS)
+            f"{fmean(units[name].values()):,.0f}" for name in ("steps", "tokens", PROCESSOR)
         )
         loss = f"{fmean(units[LOSS].values()):.3f}"
         body.append([arm, str(len(units[GREEDY])), steps, tokens, *accuracies, loss, seconds])
     heads = ["curriculum", "clinics", "steps", "trained tokens", "sampled", "greedy"]
-    return [*heads, "loss of the right answer, nats", "seconds of a run"], body
+    return [*heads, "loss of the right answer, nats", "processor seconds of a run"], body
 
 
 def curriculum_differences(study: str, sweep: str) -> tuple[list[str], list[list[str]]]:
@@ -76,7 +76,7 @@ def _compared(ours: Mapping[str, Units], theirs: Mapping[str, Units]) -> list[li
         body.append([f"{outcome}, points", *points(gaps), p_value(mean_p(gaps))])
     gaps = paired(ours[LOSS], theirs[LOSS])
     body.append([f"{LOSS}, nats", *spread(gaps, "+.3f"), p_value(mean_p(gaps))])
-    for outcome in (STEPS, SECONDS):
+    for outcome in (PROCESSOR, SECONDS):
         logs = [math.log(v / theirs[outcome][unit]) for unit, v in ours[outcome].items()]
         low, high = mean_interval(logs) or (math.nan, math.nan)
         ratio = f"x {math.exp(fmean(logs)):.2f}"
