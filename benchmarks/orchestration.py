@@ -4,11 +4,11 @@
 
 Runs `forge-run meshes/longhealth.yaml`, plain on policy, shortened by overrides, without evaluation
 questions beyond a few, and reads the run's own `results.json` and `events.jsonl`: orchestration is
-the step's wall time in which no actor worked: neither a model nor an environment. `environment` is the time in
-which only an environment or a reward worked. Orchestration's share depends on how long a step is;
-its milliseconds say what a longer step would pay. Beside it stands the share of all processor
-seconds that controller and client took since all roles stood: polling and heartbeats are in that
-alone.
+the step's wall time in which no actor worked: neither a model nor an environment. `environment` is
+the time in which only an environment or a reward worked. Orchestration's share depends on how long
+a step is; its milliseconds say what a longer step would pay. Beside it stands the share of all
+processor seconds that controller and client took since all roles stood: polling and heartbeats are
+in that alone.
 `hidden` are the seconds that teachers computed beside the rollout, which are in no phase.
 """
 

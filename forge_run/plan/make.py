@@ -3,10 +3,10 @@
 seconds = start + reading + matching + self-study + steps * (rollout + teacher + training) + exam
 
 The steps train on the documents' own words (`train.warm_start` of configs/documents.yaml), which
-nobody writes and the teacher reads once. Ending on text of the student's own is worse (studies/real:
-0.21 nats). Verified text is not shown to teach more than the teacher's own (studies/verified), and
-takes the seconds of several steps on own words: a user who sets fewer warm steps gets it, and the
-plan counts it (docs/adr/0038-verified-rollouts.md).
+nobody writes and the teacher reads once. Ending on text of the student's own is worse
+(studies/real: 0.21 nats). Verified text is not shown to teach more than the teacher's own
+(studies/verified), and takes the seconds of several steps on own words: a user who sets fewer warm
+steps gets it, and the plan counts it (docs/adr/0038-verified-rollouts.md).
 """
 
 from __future__ import annotations
@@ -195,7 +195,9 @@ def _steps(
     teacher reads each of the `questions` once."""
     words, answer_tokens = QUESTION_TOKENS + WORDS_TOKENS, QUESTION_TOKENS + ANSWER_TOKENS
     write_seconds = ANSWER_TOKENS / rates.decode + QUESTION_TOKENS / rates.forward
-    of_own = rollouts * write_seconds + answer_tokens / rates.forward + answer_tokens / rates.backward
+    of_own = (
+        rollouts * write_seconds + answer_tokens / rates.forward + answer_tokens / rates.backward
+    )
     reading = words / rates.forward
     later = STEP_SECONDS + prompts * (share * words / rates.backward + (1 - share) * of_own)
     first = later + prompts * share * reading
