@@ -68,7 +68,7 @@ def test_the_run_gets_the_spec_and_its_exit_code_comes_back(
         (Path("kept"), ""),
         (None, "r1"),
     ]
-    assert [spec.learn.train.steps for spec, _, _ in runs] == [120, 120, 90]
+    assert [spec.learn.train.steps for spec, _, _ in runs] == [180, 180, 90]
 
 
 def test_a_plan_starts_nothing(

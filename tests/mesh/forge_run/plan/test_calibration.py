@@ -49,4 +49,4 @@ def test_the_times_are_the_roofline_at_the_ceilings() -> None:
     cells = {row[0]: row[3] for row in section.rows}
     assert cells["rollout"].split(" .. ")[0] == f"{rollout.flops / 50e9 * 1000:.0f} ms"
     least = sum(low.seconds(host) for low, _ in alone[:-1])
-    assert cells["120 steps"].split(" .. ")[0] == f"{120 * least:,.0f} s"
+    assert cells["180 steps"].split(" .. ")[0] == f"{180 * least:,.0f} s"
