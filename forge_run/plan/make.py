@@ -38,7 +38,7 @@ MATCHING, MATCHED_TOKENS, STUDIED_TOKENS = 6.0, 1024, 1024
 GAIN_TOKENS = 3072
 # A verified rollout takes so many times the seconds of a plain one where its rows share a document
 # (studies/verified: 4.8 ms of sampling a trained token for 2.6).
-VERIFYING = 1.85
+VERIFIED_RATIO = 1.85
 SLOWER = 2  # a document's later tokens read all before them; measured on 512 tokens
 READERS = 3  # generator, teacher and trainer each hold the model
 PROCESS_BYTES = 300 * 1024**2  # of one process without the model
@@ -154,7 +154,7 @@ def planned(
     remaining = seconds - start - exam
     first = learn.train.warm_start
     share = 0.0 if first is None else min(1.0, first.steps / learn.train.steps)
-    rollouts = 1.0 if learn.rollout.verify is None else VERIFYING
+    rollouts = 1.0 if learn.rollout.verify is None else VERIFIED_RATIO
     for prompts in BATCHES:
         steps, step = _steps(remaining, prompts, questions * len(counts), rates, share, rollouts)
         if steps >= GOOD_STEPS:

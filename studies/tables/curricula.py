@@ -21,9 +21,9 @@ TRAINED = "on_policy"
 def by_arm(study: str, sweep: str) -> dict[str, dict[str, Units]]:
     """Return the outcomes of every arm by name and seed: shares, nats a token, and seconds of the
     whole run, those of the processors over all its processes."""
-    found: dict[str, dict[str, Units]] = defaultdict(lambda: defaultdict(dict))
+    outcomes: dict[str, dict[str, Units]] = defaultdict(lambda: defaultdict(dict))
     for run in archive.runs(study, sweep):
-        answers, units = defaultdict[tuple[str, bool], list[Any]](list), found[run.arms[TRAINED]]
+        answers, units = defaultdict[tuple[str, bool], list[Any]](list), outcomes[run.arms[TRAINED]]
         for row in rows(study, f"{run.name}/answers.jsonl"):
             answers[row["arm"], row["sampled"]].append(row)
         greedy = answers[TRAINED, False]
@@ -36,7 +36,7 @@ def by_arm(study: str, sweep: str) -> dict[str, dict[str, Units]]:
         units[SECONDS][run.seed] = results["wall_seconds"]
         units["steps"][run.seed] = len(steps)
         units["tokens"][run.seed] = sum(row["tokens"] for row in steps)
-    return found
+    return outcomes
 
 
 def curriculum_arms(study: str, sweep: str) -> tuple[list[str], list[list[str]]]:
@@ -60,16 +60,18 @@ def curriculum_differences(study: str, sweep: str) -> tuple[list[str], list[list
     """Return what every arm has over the sweep's reference, clinic by clinic: differences, and of
     seconds the ratio, whose mean is geometric; Student's 95% intervals, and p-values."""
     reference = next(run.reference for run in archive.runs(study, sweep))
-    found = by_arm(study, sweep)
+    outcomes = by_arm(study, sweep)
     body = []
-    for arm, units in found.items():
+    for arm, units in outcomes.items():
         if arm == reference:
             continue
-        body += [[f"{arm} over {reference}", *row] for row in _compared(units, found[reference])]
+        body += [
+            [f"{arm} over {reference}", *row] for row in _comparisons(units, outcomes[reference])
+        ]
     return ["curricula", "outcome", "difference", "95% interval", "p"], body
 
 
-def _compared(ours: Mapping[str, Units], theirs: Mapping[str, Units]) -> list[list[str]]:
+def _comparisons(ours: Mapping[str, Units], theirs: Mapping[str, Units]) -> list[list[str]]:
     body = []
     for outcome in (SAMPLED, GREEDY):
         gaps = paired(ours[outcome], theirs[outcome])
