@@ -2,13 +2,13 @@
 
     python -m benchmarks.orchestration [--steps 20] [--quick]
 
-Runs `forge-run meshes/longhealth.yaml`, shortened by overrides, without evaluation questions beyond
-a few, and reads the run's own `results.json` and `events.jsonl`: orchestration is the step's wall
-time in which no actor worked: neither a model nor an environment. `environment` is the time in
-which only an environment or a reward worked. Orchestration's share depends on how long a step is;
-its milliseconds say what a longer step would pay. Beside it stands the share of all processor
-seconds that controller and client took since all roles stood: polling and heartbeats are in that
-alone.
+Runs `forge-run meshes/longhealth.yaml`, plain on policy, shortened by overrides, without evaluation
+questions beyond a few, and reads the run's own `results.json` and `events.jsonl`: orchestration is
+the step's wall time in which no actor worked: neither a model nor an environment. `environment` is
+the time in which only an environment or a reward worked. Orchestration's share depends on how long
+a step is; its milliseconds say what a longer step would pay. Beside it stands the share of all
+processor seconds that controller and client took since all roles stood: polling and heartbeats are
+in that alone.
 `hidden` are the seconds that teachers computed beside the rollout, which are in no phase.
 """
 
@@ -36,11 +36,11 @@ CODE = "import sys; from cartridge_forge.forge_run.cli import forge_run; sys.exi
 def finished_run(
     mesh: str, steps: int, sets: Iterable[str], directory: str, limit_s: float = LIMIT_S
 ) -> Path:
-    """Run `steps` steps and return the directory of the finished run."""
+    """Run `steps` plain steps and return the directory of the finished run."""
     chosen = [
         f"train.steps={steps}", "train.warmup_steps=2", "train.checkpoint_every=0",
         f'evaluate.arms=["{ARM}"]', "evaluate.questions=4", "evaluate.probe_every=0",
-        "evaluate.sampled=false", *sets,
+        "evaluate.sampled=false", "train.warm_start=null", "rollout.verify=null", *sets,
     ]  # fmt: skip
     words = [sys.executable, "-c", CODE, mesh, "--run-dir", directory]
     words += [word for setting in chosen for word in ("--set", setting)]

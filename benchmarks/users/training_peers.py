@@ -63,7 +63,7 @@ class Scene:
         from cartridge_forge.plugins.documents.study.longhealth import open_prompts
         from cartridge_forge.plugins.spec_files.loading import load_spec
 
-        self.learn = learn = load_spec(str(MESH)).spec.learn
+        self.learn = learn = load_spec(str(MESH), sets=["train.minibatches=1"]).spec.learn
         self.tasks = open_prompts(learn, load_tokenizer(str(READER)))
         self.model = load_model(str(READER))
         self.documents = {

@@ -40,11 +40,15 @@ class RightCount:
 
 
 class StudyBench:
-    """Train and evaluate one cartridge bank in this process, initialised by `cartridge.init`."""
+    """Train and evaluate one cartridge bank in this process, initialised by `cartridge.init`.
+    Training is plain on policy with one update a step: `train.warm_start`, `rollout.verify` and
+    `train.minibatches` do not apply."""
 
     def __init__(self, learn: LearnSpec) -> None:
         one_thread()
         learn = DocumentsLearn.of(learn)
+        train = learn.train.model_copy(update={"minibatches": 1})
+        learn = learn.model_copy(update={"train": train})
         self._learn = learn
         self.model = load_model(learn.model.path, learn.model.dtype)
         self.tasks = open_prompts(learn, load_tokenizer(learn.model.path))

@@ -126,7 +126,7 @@ def trained_answers(
             f"model.path={options.path}", f"model.dtype={options.dtype}",
             f"train.steps={options.steps}",
             f"train.warm_start={{steps: {options.steps - options.last}}}",
-            "train.checkpoint_every=1", f"train.sampler_gap={GAP}",
+            "rollout.verify=null", "train.checkpoint_every=1", f"train.sampler_gap={GAP}",
             f"evaluate.max_tokens={options.new}",
             "evaluate.probe_every=0", "evaluate.questions=128", "self_study.questions=96",
             "roles.generator.replicas=1", "spares=0",

@@ -53,6 +53,7 @@ from studies.tables.cells import (
     spread,
     table,
 )
+from studies.tables.curricula import curriculum_arms, curriculum_differences
 from studies.tables.registered import AFTER_OWN, ANSWERS, COMPARISONS, OTHER_ARMS, REGISTERED
 from studies.verified import tables as verified
 
@@ -66,6 +67,8 @@ ARM_NAMES = {
     "offline": "offline, equal tokens",
     "on_policy": "**on policy**",
 }
+# Of a run that starts in closed form and ends with verified text.
+CURRICULUM_NAMES = {"untrained": "28 tokens in closed form", "on_policy": "**verified**"}
 PREFIXES = {
     "none": "nothing",
     "untrained": "first 28 tokens, untrained",
@@ -103,26 +106,32 @@ def answer_counts(answers: Iterable[Mapping[str, Any]], arm: str) -> tuple[int, 
 
 def arms(study: str, run: str) -> Table:
     """Return greedy accuracy with its interval, arm by arm."""
-    answers = greedy_rows(study, run)
+    answers, names = greedy_rows(study, run), arm_names(study, run)
     body = []
     for arm in _arms_of(answers):
         accuracy, bounds = counted(*answer_counts(answers, arm)[:2])
-        bold = "**" in ARM_NAMES[arm]
-        body.append([ARM_NAMES[arm], f"**{accuracy}**" if bold else accuracy, bounds])
+        bold = "**" in names[arm]
+        body.append([names[arm], f"**{accuracy}**" if bold else accuracy, bounds])
     return ["", "greedy", "95% interval"], body
 
 
 def arms_in_full(study: str, run: str) -> Table:
     """Return greedy accuracy, its interval, unread answers, and sampled accuracy, arm by arm."""
-    answers = list(rows(study, f"{run}/answers.jsonl"))
+    answers, names = list(rows(study, f"{run}/answers.jsonl")), arm_names(study, run)
     greedy = [row for row in answers if not row["sampled"]]
     sampled = [row for row in answers if row["sampled"]]
     body = []
     for arm in _arms_of(greedy):
         k, n, unread = answer_counts(greedy, arm)
         draws = counted(*answer_counts(sampled, arm)[:2])[0]
-        body.append([ARM_NAMES[arm], *counted(k, n), str(unread), draws])
+        body.append([names[arm], *counted(k, n), str(unread), draws])
     return ["", "greedy", "95% interval", "names no option", "sampled"], body
+
+
+def arm_names(study: str, run: str) -> Mapping[str, str]:
+    """Return the arms' names in tables, by what the run's spec makes of them."""
+    learn = yaml.load(archive.text(study, f"{run}/spec.yaml"), yaml.CSafeLoader)["learn"]
+    return ARM_NAMES | (CURRICULUM_NAMES if learn["rollout"].get("verify") else {})
 
 
 def _arms_of(answers: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -133,6 +142,7 @@ def _arms_of(answers: Iterable[Mapping[str, Any]]) -> list[str]:
 def differences(study: str, run: str) -> Table:
     """Return paired differences of the trained arms over those before them, as `forge compare`."""
     answers: list[Any] = list(rows(study, f"{run}/answers.jsonl"))
+    names = {arm: name.strip("*").partition(",")[0] for arm, name in arm_names(study, run).items()}
     body = []
     for one in compare_groups(
         grouped([AnswerSource(study, answers)], sampled=False),
@@ -142,7 +152,7 @@ def differences(study: str, run: str) -> Table:
         low, high = (format(scale * bound, form) for bound in one.ci95)
         unit = "right, points" if one.metric == "right" else "loss of the right answer, nats"
         body.append(
-            [one.b.replace("_", " "), one.a.replace("_", " "), unit,
+            [names[one.b], names[one.a], unit,
              format(scale * one.difference, form), f"{low} to {high}", f"{one.p_holm:.2g}"]
         )  # fmt: skip
     return ["", "over", "", "difference", "95% interval", "p, Holm"], body
@@ -150,13 +160,13 @@ def differences(study: str, run: str) -> Table:
 
 def training(study: str, run: str) -> Table:
     """Return what a run trained: steps, tokens, doc_kl of the first and the last step."""
-    steps = list(rows(study, f"{run}/metrics.jsonl"))
+    steps, names = list(rows(study, f"{run}/metrics.jsonl")), arm_names(study, run)
     body = []
     for arm in ("on_policy", "offline"):
         of_arm = [row for row in steps if row["arm"] == arm]
         tokens, stale = (sum(row[key] for row in of_arm) for key in ("tokens", "stale_tokens"))
         body.append(
-            [arm.replace("_", " "), str(len(of_arm)), f"{tokens:,}", str(stale),
+            [names[arm].strip("*").partition(",")[0], str(len(of_arm)), f"{tokens:,}", str(stale),
              f"{of_arm[0]['kl']:.3f}", f"{fmean(row['kl'] for row in of_arm[-10:]):.3f}"]
         )  # fmt: skip
     heads = ["", "steps", "trained tokens", "stale", "doc_kl, first step", "mean of the last ten"]
@@ -741,6 +751,8 @@ TABLES: Mapping[str, Callable[[str, str], Table]] = {
     "trained_to_aggregate": trained_to_aggregate,
     "document_arms": document_arms,
     "main_job_forms": main_job_forms,
+    "curriculum_arms": curriculum_arms,
+    "curriculum_differences": curriculum_differences,
     "pilot_arms": pilot_arms,
     "composition_arms": composition.arms,
     "composition_decision": composition.decision,

@@ -2,8 +2,9 @@
 
     .venv/bin/python tests/nightly/step_files.py [LIMIT]
 
-Runs four steps of meshes/longhealth.yaml and prints the files whose functions are called between
-the begin and the end of the third, which imports nothing and fills no cache for the first time.
+Runs four steps of meshes/longhealth.yaml, plain on policy, and prints the files whose functions are
+called between the begin and the end of the third, which imports nothing and fills no cache for the
+first time.
 Files of supervision, telemetry and the control plane are listed apart (`BESIDE`). Exits 1 where
 more than LIMIT files carry the step.
 
@@ -113,6 +114,8 @@ def run(folder: Path) -> list[tuple[float, str]]:
     )
     arguments = [
         "meshes/longhealth.yaml", "--set", "train.steps=4", "--set", "train.warmup_steps=1",
+        "--set", "train.warm_start=null", "--set", "rollout.verify=null",
+        "--set", "train.minibatches=1",
         "--set", "evaluate.arms=[on_policy]", "--set", "evaluate.questions=8",
         "--run-dir", str(folder / "run"),
     ]  # fmt: skip

@@ -22,6 +22,12 @@ SMALL = {
     "data.patients": 2,
     "rollout.prompts": 6,
     "rollout.max_tokens": 24,
+    # The student's own text from the first step on: the shipped job begins with the teacher's and
+    # goes on with what the document verifies.
+    "cartridge.init": "first_tokens",
+    "rollout.verify": None,
+    "train.warm_start": None,
+    "train.minibatches": 1,
     "train.steps": 6,
     "train.warmup_steps": 2,
     "train.checkpoint_every": 2,

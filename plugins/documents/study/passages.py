@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from cartridge_forge.plugins.chat.messages import AgentMessage
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
-from cartridge_forge.plugins.documents.study.embeddings import EmbeddingRanker, embedder
 from cartridge_forge.plugins.documents.retrieval import Bm25Router
+from cartridge_forge.plugins.documents.study.embeddings import EmbeddingRanker, embedder
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.layout import CartridgeLayout
 from cartridge_forge.protocols.step import PrefixRef

@@ -9,6 +9,7 @@ import pytest
 from rooms.kept_runs import HandmadeArchive
 
 from studies import archive
+from studies.tables.curricula import curriculum_arms, curriculum_differences
 from studies.tables.recorded import between, collapses, over_reference, seeds, shared_facts
 
 
@@ -70,7 +71,8 @@ def test_arms_of_a_sweep_are_paired_with_the_reference_by_desk() -> None:
     """GRPO 0.25 and 0.5, with hints 0.75 and 1: 50 points each, so the interval has no width. Of
     means 37.5 and 87.5 it is -+ 12.706 * 17.678 / sqrt(2) = 158.8, cut to 0 to 100. The first
     rewards are 0.1, the last five's mean 0.3 and, once, 0.06. With replay 0.5 and 0.5: over hints
-    -25 and -50 points, -37.5 -+ 12.706 * 17.678 / sqrt(2)."""
+    -25 and -50 points, -37.5 -+ 12.706 * 17.678 / sqrt(2). Differences are cut to
+    -100 to 100. Of two desks with all right the interval begins at 0.025 ** (1 / 2)."""
 
     def desks(*, replay: bool) -> None:
         study = HandmadeArchive("channels", "GRPO")
@@ -96,7 +98,7 @@ def test_arms_of_a_sweep_are_paired_with_the_reference_by_desk() -> None:
 
     desks(replay=True)
     assert between("channels", "desk")[1] == [
-        ["GRPO + replay over GRPO + SDPO", "-37.5", "-196.3 to +121.3"]
+        ["GRPO + replay over GRPO + SDPO", "-37.5", "-100.0 to +100.0"]
     ]
     desks(replay=False)
     assert between("channels", "desk")[1] == []
@@ -105,12 +107,49 @@ def test_arms_of_a_sweep_are_paired_with_the_reference_by_desk() -> None:
         "arm", "units", "right, %", "95% interval", "over GRPO, points", "95% interval",
     ]  # fmt: skip
     assert body == [
-        ["document", "2", "100.0", "100.0 to 100.0", "+62.5", "-96.3 to +221.3"],
-        ["untrained", "2", "25.0", "25.0 to 25.0", "-12.5", "-171.3 to +146.3"],
+        ["document", "2", "100.0", "15.8 to 100.0", "+62.5", "-96.3 to +100.0"],
+        ["untrained", "2", "25.0", "25.0 to 25.0", "-12.5", "-100.0 to +100.0"],
         ["GRPO", "2", "37.5", "0.0 to 100.0", "", ""],
         ["GRPO + SDPO", "2", "87.5", "0.0 to 100.0", "+50.0", "+50.0 to +50.0"],
     ]
     assert collapses("channels", "desk")[1] == [
         ["GRPO", "+12.5", "-0.04"],
         ["GRPO + SDPO", "+62.5", "+0.20"],
+    ]
+
+
+def test_curricula_are_compared_clinic_by_clinic() -> None:
+    """Sampled answers: +0.25 and +0.5, 37.5 -+ 12.706 * 17.678 / sqrt(2) points, cut to 100 either
+    way, and t = 3. Greedy ones: +0.25 and -0.25. Losses -0.1 and -0.3: t = -2. Processor seconds
+    halve; those of the clock stay and double: sqrt(2), and logs of 0.347 -+ 4.404, which is
+    12.706 * 0.490 / sqrt(2)."""
+    study = HandmadeArchive("longhealth", "plain")
+
+    def add(
+        seed: int, arm: str, sampled: float, greedy: float, nll: float, cpu: float, wall: float
+    ) -> None:
+        answers = [
+            {"arm": "on_policy", "sampled": drawn, "right": float(i < 4 * share), "nll": nll}
+            for drawn, share in ((True, sampled), (False, greedy))
+            for i in range(4)
+        ]
+        steps = [{"arm": "on_policy", "tokens": 10}, {"arm": "on_policy", "tokens": 30}]
+        results = {"cpu": {"all": cpu}, "wall_seconds": wall}
+        files = {"answers": answers, "metrics": steps}
+        study.add("curriculum", seed, {"on_policy": arm}, files, results=results)
+
+    for seed, *plain in ((0, 0.25, 0.5, 0.2, 100.0, 50.0), (1, 0.5, 0.75, 0.4, 100.0, 50.0)):
+        add(seed, "plain", *plain)
+    for seed, *verified in ((0, 0.5, 0.75, 0.1, 50.0, 50.0), (1, 1.0, 0.5, 0.1, 50.0, 100.0)):
+        add(seed, "verified", *verified)
+    study.pack()
+    assert curriculum_arms("longhealth", "curriculum")[1][1] == [
+        "verified", "2", "2", "40", "75.0% (0.0 to 100.0)", "62.5% (0.0 to 100.0)", "0.100", "50",
+    ]  # fmt: skip
+    assert [row[1:] for row in curriculum_differences("longhealth", "curriculum")[1]] == [
+        ["sampled answers right, points", "+37.5", "-100.0 to +100.0", "0.205"],
+        ["greedy answers right, points", "+0.0", "-100.0 to +100.0", "1.000"],
+        ["loss of the right answer, nats", "-0.200", "-1.471 to +1.071", "0.295"],
+        ["processor seconds, ratio", "x 0.50", "0.50 to 0.50", ""],
+        ["seconds, ratio", "x 1.41", "0.02 to 115.61", ""],
     ]

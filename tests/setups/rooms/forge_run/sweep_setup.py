@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parents[4]
 MESH = str(REPOSITORY / "meshes" / "longhealth.yaml")
 SPEC = SweepSpec(
     name="small", mesh=MESH, seeds=2, seed_keys=("train.seed", "data.seed"), reference="offline",
-    set={"train.steps": 9, "roles.generator.threads": 1},
+    set={"train.steps": 9, "train.warm_start": None, "roles.generator.threads": 1},
     axes={"cartridge.tokens": (60, 12)},
     variants=[
         {"arms": {"document": "document", "offline": "offline", "on_policy": "on policy"}},

@@ -88,7 +88,7 @@ SIZE = ModelBytes(weights=500_000_000, token=1000)
 @pytest.fixture
 def learn() -> LearnSpec:
     sets = ("self_study.questions=40", "self_study.min_chunk=512", "self_study.max_chunk=4096",
-            "train.steps=160", "train.warm_start.steps=140",
+            "train.steps=160", "train.warm_start.steps=140", "rollout.verify=null",
             "cartridge.init=first_tokens")  # fmt: skip
     return load_spec("documents", sets=sets).spec.learn
 
@@ -169,6 +169,30 @@ def test_questions_that_the_model_writes_take_time(
     )
     assert found.questions == questions
     assert found.start_seconds == pytest.approx(start)
+
+
+def test_what_the_document_verifies_takes_more_seconds(learn: LearnSpec) -> None:
+    """Written in 1.85 * (64/64 + 48/400) = 2.072 s, an answer takes 2.072 + 112/400 + 112/112 =
+    3.352 s in one of 8 steps. A step of 16 takes 1 + 10 + 6.704 = 17.704 s: 65 fit in
+    1165.72 - 8."""
+    other = load_spec("documents").spec.learn.rollout.verify
+    assert other is not None
+    rollout = learn.rollout.model_copy(update={"verify": other})
+    found = planned([1000], 100, 20, RATES, learn.model_copy(update={"rollout": rollout}), SIZE)
+    assert (found.prompts, found.steps, found.warm) == (16, 65, 57)
+    assert found.step_seconds == pytest.approx(17.704 + 8 / 65)
+
+
+def test_the_shipped_plan_trains_on_the_document_s_own_words_to_the_end() -> None:
+    """Every step of 16 answers takes 1 + 16 * 0.714 s = 12.43 s, and what the teacher reads once
+    does not depend on the steps."""
+    learn = load_spec("documents", sets=("self_study.questions=40",)).spec.learn
+    found = planned([1000], 100, 20, RATES, learn, SIZE)
+    assert found.warm == found.steps
+    assert found.step_seconds == pytest.approx(1 + 16 * 80 / 112 + 8 / found.steps)
+    spec = load_spec("documents", sets=found.sets).spec
+    assert spec.learn.train.warm_start is not None
+    assert spec.learn.train.warm_start.steps == spec.learn.train.steps == found.steps
 
 
 def test_too_few_minutes_are_told_how_many_it_takes(learn: LearnSpec) -> None:

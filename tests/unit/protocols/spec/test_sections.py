@@ -364,7 +364,7 @@ def test_a_start_is_written_with_its_yaml_keys_and_reads_back() -> None:
 
 
 def test_frozen_left_out_is_the_file_s_own_and_may_be_none_at_all() -> None:
-    start = "cartridge.init.from=x.pt"
+    start = "cartridge.init={from: x.pt}"
     assert (loaded(start, "cartridge.frozen=").frozen, loaded(start).frozen) == (None, 1)
     assert loaded(start, "cartridge.frozen=0").frozen_tokens == 0
     assert loaded(start, "cartridge.frozen=").frozen_tokens == 1

@@ -11,8 +11,12 @@ import wordllama
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from cartridge_forge.plugins.documents.study.embeddings import EmbeddingRanker, embedder, embeddings_of
 from cartridge_forge.plugins.documents.retrieval import Bm25Router
+from cartridge_forge.plugins.documents.study.embeddings import (
+    EmbeddingRanker,
+    embedder,
+    embeddings_of,
+)
 from cartridge_forge.protocols.errors import RunError
 
 TEXTS = {
