@@ -21,8 +21,8 @@ def require_handbooks(learn: RsaLearn) -> list[Handbook]:
     """Return the handbooks of a spec. Raises as `open_handbooks` does, and DataError for a function
     that cannot be used; without a tokenizer no lengths are checked."""
     # Both import Monarch, and most plans are of no handbook.
-    from cartridge_forge.plugins.episodes.task_sources.base import open_handbooks
     from cartridge_forge.plugins.episodes.task_sources.handbook import functions_of
+    from cartridge_forge.plugins.episodes.task_sources.opening import open_handbooks
 
     books = read_handbooks(learn)
     for book in books:

@@ -63,8 +63,9 @@ from cartridge_forge.plugins.episodes.hint_writers import HintWriter
 from cartridge_forge.plugins.episodes.losses.advantages import varying
 from cartridge_forge.plugins.episodes.preferences import AskedState, PreferenceQueue
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
-from cartridge_forge.plugins.episodes.task_sources.base import TaskSource, open_tasks
+from cartridge_forge.plugins.episodes.task_sources.base import TaskSource
 from cartridge_forge.plugins.episodes.task_sources.handbook import HandbookTasks, RuleRewards
+from cartridge_forge.plugins.episodes.task_sources.opening import open_tasks
 from cartridge_forge.plugins.episodes.task_sources.rewards import EpisodeRewards
 from cartridge_forge.plugins.episodes.verified_turns import VerifiedTurns
 from cartridge_forge.plugins.replay.ledger import RunSpending

@@ -49,8 +49,8 @@ from cartridge_forge.plugins.documents.study.question_files import (
 from cartridge_forge.plugins.documents.study.rows import context_titles, of_parts, studied_of
 from cartridge_forge.plugins.documents.synthesis import model_name, read_rows
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
-from cartridge_forge.plugins.episodes.task_sources.base import open_tasks
 from cartridge_forge.plugins.episodes.task_sources.handbook import HandbookTasks, first_message
+from cartridge_forge.plugins.episodes.task_sources.opening import open_tasks
 from cartridge_forge.plugins.evaluate.own_text import FORMATS, FormatPrompt
 from cartridge_forge.plugins.evaluate.spec import EvalSpec
 from cartridge_forge.protocols.errors import DataError

@@ -30,7 +30,7 @@ from cartridge_forge.plugins.environments.training_signals import (
 )
 from cartridge_forge.plugins.episodes.recipe import with_episodes
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
-from cartridge_forge.plugins.episodes.task_sources.base import open_handbooks
+from cartridge_forge.plugins.episodes.task_sources.opening import open_handbooks
 from cartridge_forge.plugins.episodes.verified_turns import VerifiedTurns
 from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.step import PrefixRef, Sampling, stream_seed

@@ -117,8 +117,9 @@ def test_one_that_has_expired_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
             return datetime.now(UTC) - timedelta(days=366)
 
-    monkeypatch.setattr(making, "datetime", LastYear)
-    [folder] = certificates(tmp_path, [HOST], days=365)
+    with monkeypatch.context() as patch:
+        patch.setattr(making, "datetime", LastYear)
+        [folder] = certificates(tmp_path, [HOST], days=365)
     with pytest.raises(SpecError, match=r"tls\.crt is valid from .* renew it with `forge certs`"):
         read_identity(folder, "hosts.tls")
 

@@ -16,13 +16,13 @@ from cartridge_forge.plugins.chat.episodes import EnvironmentRequest, Episode, O
 from cartridge_forge.plugins.chat.renderer import ChatRenderer
 from cartridge_forge.plugins.environments.script import play_script, scripted
 from cartridge_forge.plugins.episodes.spec.learn import EpisodesLearn
-from cartridge_forge.plugins.episodes.task_sources.base import open_handbooks
 from cartridge_forge.plugins.episodes.task_sources.handbook import (
     HandbookTasks,
     RuleRewards,
     longest_context,
     tasks_of,
 )
+from cartridge_forge.plugins.episodes.task_sources.opening import open_handbooks
 from cartridge_forge.plugins.spec_files.loading import load_spec
 from cartridge_forge.protocols.errors import DataError
 from cartridge_forge.protocols.step import Sampling
