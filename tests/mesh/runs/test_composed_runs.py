@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from small_run import command, latest, rows, run_to_end, running, whole_and_resumed
+from small_run import command, latest, rows, run_to_end, running, same_outcome
 
 COMPOSED: dict[str, Any] = {
     "data.patients": 4,
@@ -34,4 +34,6 @@ def test_half_of_each_step_is_composed_and_a_killed_run_ends_equal(tmp_path: Pat
         run.wait_for("on_policy", 3)
         for pid in run.alive():
             os.kill(pid, signal.SIGKILL)
-    whole_and_resumed(killed, reference)
+    resumed = run_to_end(command(killed, "--resume", **COMPOSED))
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    same_outcome(latest(killed), reference)
