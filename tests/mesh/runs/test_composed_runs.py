@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from small_run import command, latest, rows, run_to_end, running, whole_and_resumed
+from small_run import command, latest, rows, run_to_end, running, same_outcome
 
 COMPOSED: dict[str, Any] = {
     "data.patients": 4,
@@ -23,14 +23,17 @@ def test_half_of_each_step_is_composed_and_a_killed_run_ends_equal(tmp_path: Pat
     reference = latest(whole)
     by_step: dict[tuple[str, int], list[list[str]]] = {}
     for row in rows(reference / "rollouts.jsonl"):
-        by_step.setdefault((row["arm"], row["step"]), []).append(row["composed"])
-        assert not row["composed"] or row["cartridge"] in row["composed"]
+        composed = row.get("composed", [])
+        by_step.setdefault((row["arm"], row["step"]), []).append(composed)
+        assert not composed or row["cartridge"] in composed
     assert by_step.keys() == {(arm, s) for arm in ("offline", "on_policy") for s in range(1, 7)}
-    for composed in by_step.values():
-        assert sorted(map(len, composed)) == [0, 0, 0, 3, 3, 3]
+    for of_step in by_step.values():
+        assert sorted(map(len, of_step)) == [0, 0, 0, 3, 3, 3]
 
     with running(command(killed, **COMPOSED), killed) as run:
         run.wait_for("on_policy", 3)
         for pid in run.alive():
             os.kill(pid, signal.SIGKILL)
-    whole_and_resumed(killed, reference)
+    resumed = run_to_end(command(killed, "--resume", **COMPOSED))
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    same_outcome(latest(killed), reference)
