@@ -59,7 +59,7 @@ def curriculum_arms(study: str, sweep: str) -> tuple[list[str], list[list[str]]]
 def curriculum_differences(study: str, sweep: str) -> tuple[list[str], list[list[str]]]:
     """Return what every arm has over the sweep's reference, clinic by clinic: differences, and of
     seconds the ratio, whose mean is geometric; Student's 95% intervals, and p-values."""
-    reference = next(run.reference for run in archive.runs(study, sweep))
+    reference = str(next(run.reference for run in archive.runs(study, sweep)))
     outcomes = by_arm(study, sweep)
     body = []
     for arm, units in outcomes.items():
