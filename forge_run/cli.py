@@ -544,8 +544,8 @@ def _run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
     except OSError as error:
         if error.errno not in FORBIDDEN or error.filename is None:
             raise
-        told = f"{error.filename}: {error.strerror}; use a folder that you may read and write"
-        print(f"error: {told}", file=sys.stderr)
+        message = f"{error.filename}: {error.strerror}; use a folder that you may read and write"
+        print(f"error: {message}", file=sys.stderr)
         return DataError.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED

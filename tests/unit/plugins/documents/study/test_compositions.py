@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rooms.training.longhealth_setup import learn, tasks
+from rooms.training.rsa_runs import learn, tasks
 
 from cartridge_forge.learning.model.loading import load_tokenizer
 from cartridge_forge.plugins.documents.study.longhealth import LongHealthPrompts
