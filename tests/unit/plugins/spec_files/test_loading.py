@@ -223,8 +223,8 @@ BAD_FILES = [
      "write true or false"),
     (C, "train:", "evaluate:\ntrain:",
      f"evaluate must be a mapping of keys: got null at {C}:14 (evaluate); it may hold arms, "
-     "questions, probe_every, probe_questions, max_tokens, sampled, temperature, contamination, "
-     "alike"),
+     "retriever, questions, probe_every, probe_questions, max_tokens, sampled, temperature, "
+     "contamination, alike"),
     (C, "path: ../models/reader",
      "path: m\n  shape: {layers: 1, hidden: 8, heads: 4, kv_heads: 3, head_dim: 2, "
      "intermediate: 8, vocab: 9}",
