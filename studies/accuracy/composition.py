@@ -35,7 +35,7 @@ import torch
 
 from cartridge_forge.plugins.documents.spec.learn import DocumentsLearn
 from cartridge_forge.protocols.files import REPOSITORY, write_atomically
-from cartridge_forge.protocols.step import PrefixRef, composed_ref
+from cartridge_forge.protocols.step import GenerateRequest, PrefixRef, composed_ref
 from cartridge_forge.training.records import context_ref
 from studies.accuracy.composition_tables import COMPOSED, CONDITIONS, PLAIN
 from studies.accuracy.study import StudyBench
@@ -98,7 +98,7 @@ def answered(study: StudyBench, kind: str) -> Iterator[dict[str, Any]]:
     for patient in study.names:
         exams = [e for e in study.tasks.exams if e.question.patient == patient]
         plain = study.tasks.exam_requests(exams, "study", "cartridge", 0, False)
-        of_all, requests = [], []
+        of_all, requests = [], list[GenerateRequest]()
         for turn, (exam, request) in enumerate(zip(exams, plain, strict=True)):
             for condition, names in orders(patient, study.names, turn, exam.question.id):
                 prefix = composed_ref([PrefixRef(f"{kind}/{name}", 0) for name in names])
