@@ -241,7 +241,9 @@ def small_spec(**more: object) -> RunSpec:
     sets = {**SMALL, "evaluate.arms": "[on_policy]", "evaluate.probe_every": 0}
     sets |= {"roles.generator.replicas": 1, "plane": "shared_memory"}
     sets |= {key.replace("__", "."): value for key, value in more.items()}
-    return load_spec(str(MESH), sets=[f"{k}={v}" for k, v in sets.items()]).spec
+    return load_spec(
+        str(MESH), sets=[f"{k}={'null' if v is None else v}" for k, v in sets.items()]
+    ).spec
 
 
 async def run_with(spec: RunSpec, directory: RunDirectory) -> TrainingRun:
