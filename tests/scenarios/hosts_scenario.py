@@ -128,6 +128,12 @@ class Observer:
         return {"first_s": first, "balanced_s": round(time.monotonic() - begun, 2)}
 
 
+def listing(pids: list[int]) -> str:
+    """The parents, ages, states and commands of processes."""
+    words = ["ps", "-o", "pid,ppid,etimes,stat,args", "-p", ",".join(map(str, pids))]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout
+
+
 async def scenario(hosts: Hosts) -> dict[str, Any]:
     report: dict[str, Any] = {"events": []}
     monarch.actor.enable_transport(f"tcp://{CLIENT}:0")
@@ -207,11 +213,7 @@ async def scenario(hosts: Hosts) -> dict[str, Any]:
     try:
         report["last_end_s"] = await see.until(lambda: not hosts.processes())
     except TimeoutError as error:
-        pids = [str(pid) for pid in hosts.processes()]
-        words = ["ps", "-o", "pid,ppid,etimes,stat,args", "-p", ",".join(pids)]
-        raise TimeoutError(
-            subprocess.run(words, capture_output=True, text=True, check=False).stdout
-        ) from error
+        raise TimeoutError(listing(hosts.processes())) from error
     return report
 
 
