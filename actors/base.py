@@ -43,6 +43,9 @@ HOST = "FORGE_HOST"  # environment variable with the name of a remote process's 
 FORK_SERVER = "FORGE_FORK_SERVER"
 PLACE = "FORGE_RANK_PLACE"  # environment variable with the `RankPlace` of one of several ranks
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+BEATING = (
+    "forge-beating"  # name of a remote process that has its heartbeat actor; 15 letters at most
+)
 
 
 @dataclass(frozen=True)
@@ -142,8 +145,7 @@ def bootstrap(
     Without it every process that imports torch takes all cores, and spinning OpenMP workers of
     several processes make each other ten times slower; they wait passively instead. With `gpus` the
     process sees only those devices of the host; `world` processes that are one replica share them
-    evenly, in order, and each gets its `RankPlace`. `host` is the name of a remote host, where a
-    process that gets no heartbeat actor ends itself.
+    evenly, in order, and each gets its `RankPlace`. `host` is the name of a remote host.
     """
     # A new name at each start: ranks cannot meet twice at one file. A file, because torch's TCP
     # store would listen on every interface; gloo's connections stay on this host's own.
@@ -163,9 +165,6 @@ def bootstrap(
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
         os.environ.update(QUIET)
         if host:
-            from cartridge_forge.actors.heartbeat import require_heartbeat  # imports Monarch
-
-            require_heartbeat()
             os.environ[HOST] = host
         os.environ["OMP_NUM_THREADS"] = str(threads)
         if "torch" in sys.modules:  # a forked process: OpenMP has read its variable

@@ -22,11 +22,10 @@ from typing import Any
 
 from monarch.actor import Actor, Channel, concurrent_endpoint
 
+from cartridge_forge.actors.base import BEATING
 from cartridge_forge.protocols.step import NOT_BEGUN, Preparation, preparation, work_done
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-START_SECONDS = 60.0  # between a remote process's bootstrap and its heartbeat actor, at most
-_has_heartbeat = threading.Event()
 
 
 @dataclass(frozen=True)
@@ -40,29 +39,18 @@ class Heartbeat:
     prepared: Preparation = NOT_BEGUN
 
 
-def require_heartbeat(seconds: float = START_SECONDS) -> None:
-    """Have this process killed unless it has a heartbeat actor within `seconds`: where its host is
-    cut off while it starts, the actor never arrives, and nothing else would end the process."""
-
-    def wait() -> None:
-        if not _has_heartbeat.wait(seconds):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 class HeartbeatActor(Actor):
     """Answer while the actor beside it computes: Monarch gives every actor a thread of its own, and
     torch releases the interpreter lock.
 
-    With `alone_s` it kills its process after that many seconds without a call. On an unreachable
-    host nothing else can end a process that was given up, and it would keep its devices.
+    With `alone_s` it kills its process, named BEATING, after that many seconds without a call: on
+    an unreachable host nothing else ends a process that was given up, and it would keep its devices.
     """
 
     def __init__(self, alone_s: float | None = None) -> None:
-        _has_heartbeat.set()
         self._asked = time.monotonic()
         if alone_s is not None:
+            Path("/proc/self/comm").write_text(BEATING)
             threading.Thread(target=self._end_alone, args=(alone_s,), daemon=True).start()
 
     @concurrent_endpoint

@@ -120,8 +120,10 @@ def _keywords(value: Any) -> Mapping[str, Any]:
 
 def provenance(name: str, config: Mapping[str, Any], module: str | None = None) -> dict[str, Any]:
     """Return the origin of figures. The option `device` names an accelerator; `load` is the last
-    minute's."""
-    settings = {k: str(v) if isinstance(v, Path) else v for k, v in config.items() if k != "out"}
+    minute's; of absolute paths the last part is kept."""
+    settings = {
+        k: _portable(v) if isinstance(v, Path) else v for k, v in config.items() if k != "out"
+    }
     device = f"cpu, {platform.machine()}, {platform.system()} {platform.release()}"
     if config.get("device", "cpu") != "cpu":
         import torch
@@ -129,7 +131,9 @@ def provenance(name: str, config: Mapping[str, Any], module: str | None = None) 
         device = torch.cuda.get_device_name(config["device"])
     return {
         "benchmark": name,
-        "command": " ".join([f"python -m {module or f'benchmarks.{name}'}", *sys.argv[1:]]),
+        "command": " ".join(
+            [f"python -m {module or f'benchmarks.{name}'}", *map(_portable, sys.argv[1:])]
+        ),
         "commit": _git("rev-parse", "HEAD") + ("-dirty" if _git("status", "--porcelain") else ""),
         "device": {
             "name": device,
@@ -138,6 +142,10 @@ def provenance(name: str, config: Mapping[str, Any], module: str | None = None) 
         },
         "config": {**settings, **_versions()},
     }
+
+
+def _portable(word: str | Path) -> str:
+    return Path(word).name if Path(word).is_absolute() else str(word)
 
 
 def write(

@@ -64,16 +64,31 @@ def began(pid: int) -> str:
 
 def descendants(pid: int) -> set[int]:
     """Return the ids of all live descendants of a process, without zombies."""
+    parents = _parents()
+    family = {pid}
+    while more := {p for p, parent in parents.items() if parent in family} - family:
+        family |= more
+    return family - {pid}
+
+
+def children(pid: int) -> dict[int, str]:
+    """Return the names of the live children of a process, by their ids."""
+    names = {}
+    for child in (p for p, parent in _parents().items() if parent == pid):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            names[child] = Path(f"/proc/{child}/comm").read_text().strip()
+    return names
+
+
+def _parents() -> dict[int, int]:
+    """Return the parent of each live process, without zombies."""
     parents = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # gone meanwhile
             state, parent = _fields((process / "stat").read_text())[:2]
             if state not in "ZX":
                 parents[int(process.name)] = int(parent)
-    family = {pid}
-    while more := {p for p, parent in parents.items() if parent in family} - family:
-        family |= more
-    return family - {pid}
+    return parents
 
 
 def _fields(stat: str) -> list[str]:

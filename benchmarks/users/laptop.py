@@ -214,6 +214,8 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, 
         "kept_bytes": stored,
         "differences": differences,
     }
+    for name, ratio in ratios.items():
+        print(f"{name:<36} {ratio:.2f}", flush=True)
     return ratios, results
 
 

@@ -28,11 +28,13 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from cartridge_forge.actors.base import BEATING
 from cartridge_forge.plugins.cluster.hosts.handshake import (
     WorkerInfo,
     WorkerInfoServer,
@@ -44,13 +46,14 @@ from cartridge_forge.plugins.host.tls import TlsIdentity, read_identity
 from cartridge_forge.protocols.errors import ForgeError, RunError, SpecError
 from cartridge_forge.protocols.spec.mesh import is_loopback_host, is_tls
 from cartridge_forge.services.pool.hosts import LINK_ENVIRONMENT, versions
-from cartridge_forge.services.proc_info import descendants
+from cartridge_forge.services.proc_info import children, descendants
 
 PORT = 26600
 GRACE_SECONDS = 25.0  # Kubernetes kills after 30
 LOOK_SECONDS = 0.1
 SETTLE_SECONDS = 0.5  # after Monarch's server listens, until its agent is there to attach to
 KILL_SECONDS = 5.0  # for children to be gone after SIGKILL
+START_LOOKS = 120  # one a second, that a child may be without its heartbeat actor
 
 
 def address(name: str, port: int, scheme: str = "tcp") -> str:
@@ -124,6 +127,7 @@ def work(
     for listened in served:
         loop = start_worker_loop_forever(address=listened, ca="trust_all_connections")
         threading.Thread(target=_watch, args=(loop, stop), daemon=True).start()
+    threading.Thread(target=_watch_starts, daemon=True).start()
     time.sleep(SETTLE_SECONDS)
     with info:
         sys.stdout.write(f"worker {name}:{port} waits for controllers\n")
@@ -145,6 +149,28 @@ def end_children() -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
+
+
+def end_unreached(looks: Mapping[int, int], most: int = START_LOOKS) -> dict[int, int]:
+    """Kill the children of this process that have had no heartbeat actor at `most` looks, this one
+    included, and return the looks of the others by their ids.
+
+    A host that is cut off while a process starts there never gets the rest of its start, and
+    nothing else would end the process. Looks are counted, as no clock stops on a frozen host."""
+    waiting = [pid for pid, name in children(os.getpid()).items() if name != BEATING]
+    counts = {pid: looks.get(pid, 0) + 1 for pid in waiting}
+    for pid in [pid for pid, count in counts.items() if count >= most]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        del counts[pid]
+    return counts
+
+
+def _watch_starts() -> NoReturn:
+    looks: Mapping[int, int] = {}
+    while True:
+        time.sleep(1.0)
+        looks = end_unreached(looks)
 
 
 def _watch(loop: Any, stop: StopSignals) -> None:

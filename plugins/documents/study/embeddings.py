@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from cartridge_forge.protocols.errors import RunError
 from cartridge_forge.protocols.packages import extra_command
 
-DIMENSIONS = 256
-
 
 @cache
 def embedder() -> Any:
@@ -33,11 +31,11 @@ def embedder() -> Any:
         ) from error
     # Its own default looks for the wheel's tokenizer in another folder and fetches it from a hub.
     folder = Path(wordllama.__file__).parent
-    return wordllama.WordLlama.load(cache_dir=folder, dim=DIMENSIONS, disable_download=True)
+    return wordllama.WordLlama.load(cache_dir=folder, disable_download=True)
 
 
 def embeddings_of(texts: list[str]) -> NDArray[np.float32]:
-    """Return the embeddings [n, DIMENSIONS] of texts, each of length 1, or 0 of one without a
+    """Return the embeddings [n, 256] of texts, each of length 1, or 0 of one without a
     word."""
     vectors: NDArray[np.float32] = embedder().embed([text.strip() or " " for text in texts])
     vectors[[not text.strip() for text in texts]] = 0
@@ -50,7 +48,7 @@ class EmbeddingRanker:
 
     def __init__(self, texts: Mapping[str, str]) -> None:
         self.names = tuple(sorted(texts))
-        self._vectors = embeddings_of([texts[name] for name in self.names])  # [n, DIMENSIONS]
+        self._vectors = embeddings_of([texts[name] for name in self.names])  # [n, 256]
 
     def top(self, text: str, n: int) -> list[tuple[str, float]]:
         """Return the best `n` names with their cosines, best first, ties by name."""

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from cartridge_forge.actors import engine_generator, heartbeat
+from cartridge_forge.actors import engine_generator
 from cartridge_forge.actors.base import PLACE, ModelSource, RankPlace, bootstrap, share
 from cartridge_forge.actors.engine_generator import EngineGeneratorActor, StreamBuffer
 from cartridge_forge.actors.sdpo_teacher import SDPOTeacherActor
@@ -238,24 +235,3 @@ def test_a_rank_finds_its_place_and_one_that_is_alone_needs_none(
     (tmp_path / "meet-7").write_text("they met")
     place.left()
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("beating", "returncode"), [(False, -signal.SIGKILL), (True, 0)])
-def test_a_remote_process_without_a_heartbeat_ends_itself(beating: bool, returncode: int) -> None:
-    code = (
-        "import sys, time; from cartridge_forge.actors import heartbeat; "
-        "heartbeat.require_heartbeat(0.1); "
-        f"{'heartbeat.HeartbeatActor(None); ' if beating else ''}"
-        f"time.sleep({1 if beating else 600}); print('lives')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (returncode, "lives\n" if beating else "")
-
-
-def test_a_process_of_another_host_requires_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    required: list[bool] = []
-    monkeypatch.setattr(heartbeat, "require_heartbeat", lambda: required.append(True))
-    bootstrap(1)()
-    assert required == []
-    bootstrap(1, host="other")()
-    assert required == [True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,15 @@ def record(**ratios: float) -> dict[str, Any]:
         "benchmark": "pools", "command": "x", "commit": "x", "device": {}, "config": {},
         "ratios": ratios, "results": None,
     }  # fmt: skip
+
+
+def test_a_record_names_no_folder_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", "/home/someone/text.txt", "--rounds", "3", "runs/a.txt"])
+    paths = {"document": Path("/home/someone/text.txt"), "near": Path("runs/a.txt"), "rounds": 3}
+    origin = provenance("users.laptop", {**paths, "out": Path("/home/someone/out.json")})
+    assert origin["command"] == "python -m benchmarks.users.laptop text.txt --rounds 3 runs/a.txt"
+    assert origin["config"].items() >= {"document": "text.txt", "near": "runs/a.txt"}.items()
+    assert "out" not in origin["config"]
 
 
 @pytest.mark.parametrize(

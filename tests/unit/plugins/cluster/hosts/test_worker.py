@@ -1,5 +1,7 @@
 """Where a worker listens, and by what: refused before anything is opened."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,32 @@ def test_a_pods_certificate_is_for_the_name_of_its_address(
 
 def test_a_worker_listens_on_all_its_host_has_unless_told() -> None:
     assert address("w2.lan", 26600, "tls") == "tls://w2.lan:26600@tls://0.0.0.0:26600"
+
+
+STARTS = """
+import subprocess, sys
+from cartridge_forge.actors.base import BEATING
+from cartridge_forge.plugins.cluster.hosts.worker import end_unreached
+wait = "sys.stdout.write('x'); sys.stdout.flush(); sys.stdin.read()"
+beats = f"open('/proc/self/comm', 'w').write({BEATING!r})"
+children = [
+    subprocess.Popen([sys.executable, "-c", f"import sys; {first}; {wait}"], stdin=-1, stdout=-1)
+    for first in ("pass", beats)
+]
+for child in children:
+    child.stdout.read(1)
+looks = end_unreached({}, most=2)
+print([child.poll() for child in children], list(looks.values()))
+looks = end_unreached(looks, most=2)
+children[0].wait()
+print([child.poll() for child in children], looks)
+children[1].communicate()
+"""
+
+
+def test_a_child_without_a_heartbeat_actor_is_killed_after_so_many_looks() -> None:
+    """In a process of its own, whose children are these alone."""
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["[None, None] [1]", "[-9, None] {}"]
