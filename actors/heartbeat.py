@@ -44,7 +44,7 @@ class HeartbeatActor(Actor):
     torch releases the interpreter lock.
 
     With `alone_s` it kills its process, named BEATING, after that many seconds without a call: on
-    an unreachable host nothing else ends a process that was given up, and it would keep its devices.
+    an unreachable host nothing else ends a process given up, and it would keep its devices.
     """
 
     def __init__(self, alone_s: float | None = None) -> None:
