@@ -140,9 +140,8 @@ def resumed_sizes(
 
     A size that is given now, on the command line or in the mesh file, wins where it is new: another
     than the run was last given, or one of `--set` where a person resumes the run. Else a pool has
-    the size that `forge scale` or its load set last, else the mesh file's.
-     `began` is the
-    spec that the run began with; `told` are the roles whose size a person gives with `--set`."""
+    the size that `forge scale` or its load set last, else the mesh file's. `began` is the spec that
+    the run began with; `given_roles` are the roles whose size a person gives with `--set`."""
     given_sizes = {name: role.replicas for name, role in began.roles}
     last: dict[str, Mapping[str, Any]] = {}
     for event in events:

@@ -8,15 +8,18 @@ forge sweep studies/real/sweep.yaml    runs the others
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cartridge_forge.forge_run.experiments.sweep import planned
 from cartridge_forge.forge_run.experiments.trials import Trial, read_runs, unfit, write_record
 from cartridge_forge.plugins.evaluate.spec import SweepSpec
-from cartridge_forge.plugins.spec_files.loading import load_file
+from cartridge_forge.plugins.spec_files.loading import load_file, load_resolved
 from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml
+from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.files import REPOSITORY
+from cartridge_forge.protocols.spec.mesh import RunSpec
 from cartridge_forge.services.run_directory import RunDirectory
 from studies import archive
 from studies.archive import KeptRun
@@ -58,9 +61,9 @@ def restore(path: Path, root: Path, sets: Sequence[str] = ()) -> list[str]:
     for name, trial in _named(path, plan):
         if trial.name in runs or name not in archived:
             continue
-        spec_text = dump_yaml(trial.spec.as_dict())
-        if archive.text(study, f"{name}/spec.yaml") != spec_text.replace(f"{REPOSITORY}/", ""):
+        if _kept_spec(study, name) != _portable(trial.spec):
             continue
+        spec_text = dump_yaml(trial.spec.as_dict())
         folder = root / trial.spec.mesh.name / archived[name].run
         archive.unpack(study, archived[name], folder, spec_text)
         runs[trial.name] = archived[name].run
@@ -75,6 +78,22 @@ def _named(path: Path, plan: Sequence[Trial]) -> Iterator[tuple[str, Trial]]:
     """Yield each trial with the name of its run in the archive."""
     for trial in plan:
         yield f"{path.stem}/{Path(trial.log).stem}", trial
+
+
+def _kept_spec(study: str, name: str) -> str | None:
+    """Return the spec of a kept run as this version writes it, with the keys that came since at
+    their defaults; None where this version cannot read it."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "spec.yaml"
+        file.write_text(archive.text(study, f"{name}/spec.yaml"))
+        try:
+            return _portable(load_resolved(file)).replace(f"{folder}/", "")
+        except SpecError:
+            return None
+
+
+def _portable(spec: RunSpec) -> str:
+    return dump_yaml(spec.as_dict()).replace(f"{REPOSITORY}/", "")
 
 
 def _read(path: Path, sets: Sequence[str]) -> tuple[SweepSpec, tuple[Trial, ...]]:

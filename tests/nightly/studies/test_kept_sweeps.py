@@ -94,6 +94,17 @@ def test_a_run_of_other_settings_is_not_restored(tmp_path: Path) -> None:
     assert not (tmp_path / "there").exists()
 
 
+def test_a_run_kept_before_a_key_came_is_restored(tmp_path: Path) -> None:
+    path, spec = written(tmp_path, 0.1), "two/rate-0/spec.yaml"
+    finish_first(path, tmp_path / "here")
+    sweeps.keep(path, tmp_path / "here")
+    lines = archive.text("rates", spec).splitlines(keepends=True)
+    before = "".join(line for line in lines if "retriever:" not in line)
+    assert len(before) < len("".join(lines))
+    archive.pack("rates", archive.members("rates") | {spec: before.encode()})
+    assert sweeps.restore(path, tmp_path / "there") == ["rate, seed 0"]
+
+
 def test_nothing_is_kept_of_a_sweep_that_never_ran(tmp_path: Path) -> None:
     assert sweeps.keep(written(tmp_path, 0.1), tmp_path / "here") == []
     assert archive.members("rates") == {}
