@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from statistics import fmean
-from typing import Any
 
 from cartridge_forge.plugins.statistics.intervals import mean_interval, mean_p
 from studies import archive
@@ -20,14 +19,14 @@ TRAINED = "on_policy"
 
 def by_arm(study: str, sweep: str) -> dict[str, dict[str, Units]]:
     """Return the outcomes of every arm by name and seed: shares, nats a token, and seconds of the
-    whole run, those of the processors over all its processes."""
+    whole run, those of the processors over all its processes. Sampled answers are those of
+    `forge eval` over the run's last cartridges."""
     outcomes: dict[str, dict[str, Units]] = defaultdict(lambda: defaultdict(dict))
     for run in archive.runs(study, sweep):
-        answers, units = defaultdict[tuple[str, bool], list[Any]](list), outcomes[run.arms[TRAINED]]
-        for row in rows(study, f"{run.name}/answers.jsonl"):
-            answers[row["arm"], row["sampled"]].append(row)
-        greedy = answers[TRAINED, False]
-        units[SAMPLED][run.seed] = fmean(row["right"] for row in answers[TRAINED, True])
+        units = outcomes[run.arms[TRAINED]]
+        greedy = [r for r in rows(study, f"{run.name}/answers.jsonl") if r["arm"] == TRAINED]
+        (evaluated,) = document(study, f"{run.name}/eval.json")["rows"]
+        units[SAMPLED][run.seed] = evaluated["free_running"]["accuracy"]
         units[GREEDY][run.seed] = fmean(row["right"] for row in greedy)
         units[LOSS][run.seed] = fmean(row["nll"] for row in greedy)
         results = document(study, f"{run.name}/results.json")

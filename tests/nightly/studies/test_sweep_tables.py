@@ -129,14 +129,13 @@ def test_curricula_are_compared_clinic_by_clinic() -> None:
         seed: int, arm: str, sampled: float, greedy: float, nll: float, cpu: float, wall: float
     ) -> None:
         answers = [
-            {"arm": "on_policy", "sampled": drawn, "right": float(i < 4 * share), "nll": nll}
-            for drawn, share in ((True, sampled), (False, greedy))
-            for i in range(4)
+            {"arm": "on_policy", "right": float(i < 4 * greedy), "nll": nll} for i in range(4)
         ]
+        evaluated = {"rows": [{"free_running": {"accuracy": sampled}}]}
         steps = [{"arm": "on_policy", "tokens": 10}, {"arm": "on_policy", "tokens": 30}]
         results = {"cpu": {"all": cpu}, "wall_seconds": wall}
         files = {"answers": answers, "metrics": steps}
-        study.add("curriculum", seed, {"on_policy": arm}, files, results=results)
+        study.add("curriculum", seed, {"on_policy": arm}, files, results=results, eval=evaluated)
 
     for seed, *plain in ((0, 0.25, 0.5, 0.2, 100.0, 50.0), (1, 0.5, 0.75, 0.4, 100.0, 50.0)):
         add(seed, "plain", *plain)
