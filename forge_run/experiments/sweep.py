@@ -33,7 +33,9 @@ from cartridge_forge.forge_run.experiments.trials import (
     runs_of,
     write_record,
 )
+from cartridge_forge.plugins.cluster.manifests.sizing import samples_of
 from cartridge_forge.plugins.evaluate.spec import SweepSpec
+from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.plugins.spec_files.keys import named_config
 from cartridge_forge.plugins.spec_files.loading import load_file, load_spec
 from cartridge_forge.plugins.statistics.formatting import TableSection, count_text
@@ -149,7 +151,7 @@ def plan_sections(spec: SweepSpec, plan: Sequence[Trial], jobs: int) -> tuple[Ta
         ("runs", str(len(plan))),
         ("side by side", str(jobs)),
         ("optimiser steps", count_text(sum(x.train.steps for x in learn))),
-        ("responses", count_text(sum(x.train.steps * x.rollout.prompts for x in learn))),
+        ("responses", count_text(sum(x.train.steps * samples_of(RsaLearn.of(x)) for x in learn))),
     )
     rows = tuple((t.arm, str(t.seed), str(t.spec.learn.train.steps)) for t in plan)
     return (

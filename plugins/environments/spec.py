@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from cartridge_forge.plugins.documents.spec.rows import FUNCTION
 from cartridge_forge.plugins.replay.spec import open_url
-from cartridge_forge.protocols.spec.base import LocalPath, SpecSection, broken
+from cartridge_forge.protocols.spec.base import LocalPath, ReadWith, SpecSection, broken
 
 EnvironmentKind = Literal["desk", "openenv", "verifiers", "python"]
 OF_KIND: dict[str, tuple[EnvironmentKind, ...]] = {
@@ -23,6 +23,8 @@ OF_KIND: dict[str, tuple[EnvironmentKind, ...]] = {
     "tasks": ("openenv", "verifiers", "python"),
     "observation": ("openenv", "python"),
 }
+OF_PYTHON = ReadWith("kind", ("python",))
+OF_OPENENV = ReadWith("kind", ("openenv",))
 NEEDED = {"openenv": "url", "verifiers": "taskset", "python": "factory"}
 
 
@@ -92,7 +94,7 @@ class EnvironmentSpec(SpecSection):
         description="what a student's text becomes: the text, the JSON object in it, or the tool "
         'call in it, written {"tool": NAME, "arguments": {..}}',
     )
-    action_key: str = Field(
+    action_key: Annotated[str, OF_OPENENV, ReadWith("action", ("text",))] = Field(
         default="text",
         min_length=1,
         description="the field of an openenv action that holds the student's text, with action "
@@ -118,16 +120,16 @@ class EnvironmentSpec(SpecSection):
     timeout_s: float = Field(
         default=30.0, gt=0, description="seconds that one move may take, lost sessions included"
     )
-    processes: int = Field(
+    processes: Annotated[int, OF_PYTHON] = Field(
         default=2, ge=1, description="processes of kind python in each replica of the environment"
     )
-    cpu_s: float = Field(
+    cpu_s: Annotated[float, OF_PYTHON] = Field(
         default=30.0, gt=0, description="processor seconds of one move, of kind python"
     )
-    memory_mb: int = Field(
+    memory_mb: Annotated[int, OF_PYTHON] = Field(
         default=1024, ge=16, description="most memory of a process of kind python, MiB"
     )
-    file_mb: int = Field(
+    file_mb: Annotated[int, OF_PYTHON] = Field(
         default=0, ge=0, description="largest file that kind python may write, MiB; 0: none"
     )
 
@@ -161,6 +163,7 @@ class EnvironmentSpec(SpecSection):
 
 ProblemKind = Literal["clinic", "sentences", "reasoning_gym", "verifiers"]
 OF_DOCUMENTS = ("clinic", "sentences")
+BY_NUMBER = ReadWith("kind", ("reasoning_gym", "verifiers"))
 
 
 class ProblemsSpec(SpecSection):
@@ -178,14 +181,16 @@ class ProblemsSpec(SpecSection):
         validate_default=True,
         description="the task of reasoning_gym, or the taskset of verifiers",
     )
-    arguments: dict[str, Any] = Field(
+    arguments: Annotated[dict[str, Any], BY_NUMBER] = Field(
         default={}, description="of the task's, or the taskset's, own config"
     )
-    seed: int = Field(default=0, ge=0, description="seed of reasoning_gym's problems")
-    folder: str | None = Field(
-        default=None, min_length=1, description="where a taskset is imported from, absolute"
+    seed: Annotated[int, ReadWith("kind", ("reasoning_gym",))] = Field(
+        default=0, ge=0, description="seed of reasoning_gym's problems"
     )
-    most: int = Field(
+    folder: Annotated[LocalPath | None, ReadWith("kind", ("verifiers",))] = Field(
+        default=None, min_length=1, description="where a taskset is imported from"
+    )
+    most: Annotated[int, BY_NUMBER] = Field(
         default=1000,
         ge=2,
         description="problems of reasoning_gym or verifiers; the first evaluate.questions are held "
@@ -260,12 +265,12 @@ class RewardSpec(SpecSection):
     teacher: str | None = Field(
         default=None, validate_default=True, description="of judge: one of replay.teachers"
     )
-    rubric: str = Field(
+    rubric: Annotated[str, ReadWith("verifier", ("judge",))] = Field(
         default="Is the response a right and complete answer to the prompt?",
         min_length=1,
         description="of judge: what the model is asked",
     )
-    folder: LocalPath = Field(
+    folder: Annotated[LocalPath, ReadWith("python")] = Field(
         default=".",
         min_length=1,
         description="of python: where the module is looked for before the installed ones",

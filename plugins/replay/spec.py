@@ -10,7 +10,14 @@ from urllib.parse import urlsplit
 from pydantic import Field, ValidationInfo, field_validator
 
 from cartridge_forge.protocols.secrets import HIDDEN, LOCAL_KEY, SecretName
-from cartridge_forge.protocols.spec.base import AsTuple, SpecSection, bounded, broken, repeated
+from cartridge_forge.protocols.spec.base import (
+    AsTuple,
+    ReadWith,
+    SpecSection,
+    bounded,
+    broken,
+    repeated,
+)
 from cartridge_forge.protocols.spec.learn import LearnSpec, RoleFacts
 from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
 from cartridge_forge.protocols.spec.sections import ObjectiveSpec
@@ -148,7 +155,9 @@ class ReplaySpec(SpecSection):
         min_length=1, description="who votes"
     )
     quorum: int = Field(default=2, ge=1, description="equal votes that make a preference")
-    gate: GateSpec = Field(default=GateSpec(), description="which states are worth asking about")
+    gate: Annotated[GateSpec, ReadWith("objective.beta")] = Field(
+        default=GateSpec(), description="which states are worth asking about"
+    )
     cap: float = Field(gt=0, description="most dollars that a run spends, over all actors")
     deadline_s: float = Field(
         default=60.0, gt=0, description="seconds after which a state's missing votes abstain"
@@ -188,9 +197,13 @@ class DpoSpec(SpecSection):
         gt=0,
         description="sharpness of a preference; null: 0.1 of dpo and kto, 0.5 of ipo, else 2",
     )
-    gamma: float = Field(default=1.0, ge=0, description="target margin of simpo, nats times beta")
-    desirable: float = Field(default=1.0, gt=0, description="weight of chosen completions, of kto")
-    undesirable: float = Field(
+    gamma: Annotated[float, ReadWith("variant", ("simpo",))] = Field(
+        default=1.0, ge=0, description="target margin of simpo, nats times beta"
+    )
+    desirable: Annotated[float, ReadWith("variant", ("kto",))] = Field(
+        default=1.0, gt=0, description="weight of chosen completions, of kto"
+    )
+    undesirable: Annotated[float, ReadWith("variant", ("kto",))] = Field(
         default=1.0, gt=0, description="weight of rejected completions, of kto"
     )
     smoothing: Literal["none", "votes"] = Field(
@@ -260,7 +273,9 @@ class ReplayObjective(ObjectiveSpec):
 
     beta: float = Field(default=0.0, ge=0, description="weight of the teachers' preferences")
 
-    dpo: DpoSpec = Field(default=DpoSpec(), description="the teachers' preferences")
+    dpo: Annotated[DpoSpec, ReadWith("beta")] = Field(
+        default=DpoSpec(), description="the teachers' preferences"
+    )
 
     @property
     def weights(self) -> dict[str, float]:

@@ -11,8 +11,8 @@ score, compared with those of its population.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -59,6 +59,11 @@ class RsaSpec(SpecSection):
 
 class RsaLearn(EpisodesLearn):
     """Add recursive self-aggregation to a learning config."""
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **EpisodesLearn.choices,
+        "recipe": ("rsa", *EpisodesLearn.choices["recipe"]),
+    }
 
     rsa: RsaSpec | None = Field(
         default=None, description="runs of recursive self-aggregation; null: single answers"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,9 +73,14 @@ def faults_of(
 
 def place_of(key: Key, places: Mapping[Key, SourceLocation]) -> SourceLocation:
     """Return where a key was written; for a key that was not, where its nearest parent was."""
+    return places[written_key(key, places)]
+
+
+def written_key(key: Key, places: Container[Key]) -> Key:
+    """Return the key, or its nearest parent that was written; `()` where none was."""
     while key not in places:
         key = key[:-1]
-    return places[key]
+    return key
 
 
 def dotted(key: Key) -> str:

@@ -42,6 +42,7 @@ from cartridge_forge.plugins.spec_files.keys import (
     shown_path,
     spec_files,
 )
+from cartridge_forge.plugins.spec_files.unread import without_unread
 from cartridge_forge.plugins.spec_files.yaml_source import (
     Key,
     SourceLocation,
@@ -291,7 +292,12 @@ def _checked(model: type[Model], document: YamlDocument, faults: list[SpecProble
     for key in wrong:
         rule, remedy = "must be an address without a password", "take it out: it is written down"
         faults.append(fault(rule, HIDDEN, place_of(key, document.places), key, remedy))
-    return None if wrong else value
+    if isinstance(value, RunSpec):  # a run wrote it, and what it did not read changes nothing
+        learn, _ = without_unread(value.learn)
+        return value.model_copy(update={"learn": learn})
+    value, problems = without_unread(value, document.places)
+    faults.extend(problems)
+    return None if wrong or problems else value
 
 
 def _with_passwords(value: Any, key: Key) -> Iterator[Key]:

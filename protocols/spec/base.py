@@ -168,6 +168,16 @@ class PathRule:
 LocalPath = Annotated[str, PathRule()]  # relative to the file that names it
 
 
+@dataclass(frozen=True)
+class ReadWith:
+    """Mark a key or section as one that is read only where another key has one of the `values` (a
+    list: holds one); without `values`, where it is neither null, false, 0 nor empty. `key` is of
+    the same section, or dotted from the file's root, or a property of the root: `recipe`."""
+
+    key: str
+    values: tuple[Any, ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class KnownNames:
     """Mark a mapping of sections of one kind as one whose names are known. `shipped` has the

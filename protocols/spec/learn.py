@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,7 @@ from cartridge_forge.protocols.spec.base import JoinedSection, Rule, SpecSection
 from cartridge_forge.protocols.spec.cartridge import CartridgeSpec
 from cartridge_forge.protocols.spec.model import ModelSpec
 from cartridge_forge.protocols.spec.sections import (
+    OF_DOCUMENT,
     EvaluateSpec,
     GeneratorSpec,
     LossSpec,
@@ -43,6 +44,8 @@ class LearnSpec(JoinedSection):
     properties here by `super()`: which recipe trains, which roles are needed, what they get."""
 
     table: ClassVar[Kind] = "configs"
+    # The keys that decide a property which `ReadWith` names.
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     model: ModelSpec = Field(description="the frozen base model")
     cartridge: CartridgeSpec = Field(description="the trainable KV prefix of one document")
@@ -53,7 +56,9 @@ class LearnSpec(JoinedSection):
     teacher: TeacherSpec = Field(
         default=TeacherSpec(), description="the model that has the document"
     )
-    loss: LossSpec = Field(default=LossSpec(), description="student against teacher")
+    loss: Annotated[LossSpec, OF_DOCUMENT] = Field(
+        default=LossSpec(), description="student against teacher"
+    )
     objective: ObjectiveSpec = Field(
         default=ObjectiveSpec(), description="the channels and their weights"
     )
@@ -143,9 +148,3 @@ class LearnSpec(JoinedSection):
                 "divergence",
                 f"use tail, or set {key}.direction: cross_entropy",
             )
-        yield (
-            self.train.warm_start is not None and not self.objective.w_doc,
-            "train.warm_start must be left out without objective.w_doc, which alone trains on a "
-            "teacher's text",
-            "remove train.warm_start",
-        )

@@ -18,6 +18,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from cartridge_forge.protocols.plugins import known
 from cartridge_forge.protocols.spec.base import (
     AsTuple,
+    ReadWith,
     SpecSection,
     bounded,
     broken,
@@ -30,7 +31,9 @@ Arm = Literal[
 ]  # fmt: skip
 RETRIEVED_ARMS: tuple[Arm, ...] = ("retrieved", "retrieved_cartridge")
 ARMS: tuple[Arm, ...] = ("none", "document", "untrained", "offline", "on_policy")
-
+OF_PROMPTS = ReadWith("recipe", ("longhealth", "documents"))  # whose samples are of prompts
+OF_DOCUMENT = ReadWith("objective.w_doc")
+OF_TURNS = ReadWith("recipe", (*OF_PROMPTS.values, "episodes"))
 
 LONGEST_BLOCK = 16
 # The teacher's probability below which a token of the student is a mistake. Before the first such
@@ -57,7 +60,7 @@ class VerifiedRolloutSpec(SpecSection):
         description="which tokens the teacher accepts: those of at least the probability `below`, "
         "or by exact speculative sampling, whose text is distributed as the teacher's own",
     )
-    below: float = Field(
+    below: Annotated[float, ReadWith("rule", ("threshold",))] = Field(
         default=REFUSED,
         gt=0,
         lt=1,
@@ -87,7 +90,9 @@ class RolloutSpec(SpecSection):
         )
     }
 
-    prompts: int = Field(ge=1, description="prompts a step, over all documents")
+    prompts: Annotated[int, OF_PROMPTS] = Field(
+        default=0, ge=0, description="prompts a step, over all documents; 0 with episodes and rsa"
+    )
     max_tokens: int = Field(ge=1, description="most response tokens of a prompt")
     chunk: int | None = Field(
         default=None,
@@ -107,17 +112,18 @@ class RolloutSpec(SpecSection):
             ...,
         ],
         AsTuple,
+        ReadWith("recipe", ("longhealth",)),
     ] = Field(
         default=("recite", "structure", "summarise", "question", "choice"),
         min_length=1,
         description="self-study prompts to draw from",
     )
-    verify: VerifiedRolloutSpec | None = Field(
+    verify: Annotated[VerifiedRolloutSpec | None, OF_DOCUMENT, OF_TURNS] = Field(
         default=None,
         description="the document's teacher verifies what the student proposes; null: the student "
         "writes alone",
     )
-    until_refused: float | None = Field(
+    until_refused: Annotated[float | None, OF_DOCUMENT, OF_PROMPTS] = Field(
         default=None,
         gt=0,
         lt=1,
@@ -129,11 +135,11 @@ class RolloutSpec(SpecSection):
 
 
 Backend = Literal["torch", "vllm", "llama.cpp"]
+OF_VLLM = ReadWith("backend", ("vllm",))
 
 
 class GeneratorSpec(SpecSection):
-    """Configure the generators' engine. All keys but `backend` and `in_flight` belong to vLLM, and
-    `kv_gib` to llama.cpp too."""
+    """Configure the generators' engine."""
 
     backend: Backend = Field(
         default="torch",
@@ -145,26 +151,26 @@ class GeneratorSpec(SpecSection):
         description="requests in flight at a publish: they finish on their version beside the new "
         "one, or the new one waits until they have drained",
     )
-    block_tokens: int = Field(
+    block_tokens: Annotated[int, OF_VLLM] = Field(
         default=32,
         ge=32,
         multiple_of=32,
         description="tokens of a block of paged KV; whole blocks of a cartridge are shared",
     )
-    chunk_tokens: int = Field(
+    chunk_tokens: Annotated[int, OF_VLLM] = Field(
         default=2048, ge=32, description="most tokens of an engine step: of a prefill chunk"
     )
-    kv_gib: float = Field(
+    kv_gib: Annotated[float, ReadWith("backend", ("vllm", "llama.cpp"))] = Field(
         default=1.0, gt=0, description="paged KV of one engine, GiB; of llama.cpp the most"
     )
-    gpu_share: float | None = Field(
+    gpu_share: Annotated[float | None, OF_VLLM] = Field(
         default=None,
         gt=0,
         le=1,
         description="share of its GPU's memory that an engine asks for at start; null: by the plan "
         "where the mesh file has gpus, else vLLM's own",
     )
-    tensor_parallel: int = Field(
+    tensor_parallel: Annotated[int, OF_VLLM] = Field(
         default=1, ge=1, description="processes (on a GPU machine, GPUs) that share one engine"
     )
 
@@ -179,21 +185,19 @@ class TeacherSpec(SpecSection):
         description="most tokens of a document or chunk that is read; null: what the model's "
         "context holds beside a row",
     )
-    context: Literal["own", "retrieved"] = Field(
+    context: Annotated[Literal["own", "retrieved"], OF_PROMPTS] = Field(
         default="own",
         description="what is read before a prompt in training: the document or chunk that it is "
         "about, or those that BM25 finds for it among its cartridge's",
     )
-    retrieved: int = Field(
-        default=1,
-        ge=1,
-        description="with context retrieved, the contexts before a prompt",
+    retrieved: Annotated[int, ReadWith("context", ("retrieved",))] = Field(
+        default=1, ge=1, description="with context retrieved, the contexts before a prompt"
     )
 
     top_k: int | Literal["full"] = Field(
         default=20, description="teacher log-probabilities kept per token, or full for all"
     )
-    top_k_of: Literal["teacher", "both"] = Field(
+    top_k_of: Annotated[Literal["teacher", "both"], OF_DOCUMENT, OF_PROMPTS] = Field(
         default="teacher",
         description="whose top k are kept of a token that the student wrote: the teacher's, or the "
         "student's too (`both`; the whole vocabulary of at most "
@@ -210,19 +214,12 @@ class TeacherSpec(SpecSection):
         description="document KV that had to leave a GPU and is kept in host memory, bytes; not "
         "used on a CPU",
     )
-    tensor_parallel: int = Field(
+    tensor_parallel: Annotated[int, ReadWith("objective.reads_document")] = Field(
         default=1,
         ge=1,
         description="processes of one document teacher (roles.doc_teacher.procs) that divide each "
         "layer of the base and every document's keys and values; max_kv_bytes is of each",
     )
-
-    @field_validator("retrieved")
-    @classmethod
-    def _is_of_retrieved(cls, value: int, info: ValidationInfo) -> int:
-        if value != 1 and info.data.get("context") == "own":
-            raise broken("belongs to teacher.context retrieved alone", "remove it or set both")
-        return value
 
     @field_validator("top_k_of")
     @classmethod
@@ -252,7 +249,9 @@ class LossSpec(SpecSection):
         default="forward",
         description="forward KL(T||S), reverse KL(S||T), jsd between, or -p_T log q_S",
     )
-    beta: float | None = Field(default=None, gt=0, lt=1, description="the jsd's weight, in (0, 1)")
+    beta: Annotated[float | None, ReadWith("direction", ("jsd",))] = Field(
+        default=None, gt=0, lt=1, description="the jsd's weight, in (0, 1)"
+    )
     form: Literal["tail", "renormalised", "pairs"] = Field(
         default="tail",
         description="what a top-k does with the rest: a tail bucket, renormalise, or nothing and "
@@ -263,13 +262,8 @@ class LossSpec(SpecSection):
     @field_validator("beta")
     @classmethod
     def _beta_is_of_jsd(cls, value: float | None, info: ValidationInfo) -> float | None:
-        direction = info.data.get("direction")
-        if value is None and direction == "jsd":
+        if value is None and info.data.get("direction") == "jsd":
             raise broken("must be given with loss.direction jsd", "set it to 0.5")
-        if value is not None and direction is not None and direction != "jsd":
-            raise broken(
-                "belongs to loss.direction jsd alone", "remove it or set loss.direction: jsd"
-            )
         return value
 
 
@@ -291,7 +285,7 @@ class ObjectiveSpec(SpecSection):
         description="of two or more channels: weights as they are, or each channel's share of the "
         "gradient's norm follows its weight",
     )
-    balance_every: int = Field(
+    balance_every: Annotated[int, ReadWith("balance", ("gradient_norm",))] = Field(
         default=1,
         ge=1,
         description="steps between measurements of the channels' gradient norms, which cost a "
@@ -512,17 +506,17 @@ class TrainSpec(SpecSection):
         "in turn; null: new text for every step",
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept")
-    compose: ComposeSpec | None = Field(
+    compose: Annotated[ComposeSpec | None, OF_PROMPTS] = Field(
         default=None, description="samples over compositions of cartridges; null: none"
     )
     sampler_gap: SamplerGapSpec | None = Field(
         default=SamplerGapSpec(),
         description="bounds between sampler and trainer; null: measured, never refused",
     )
-    warm_start: WarmStartSpec | None = Field(
+    warm_start: Annotated[WarmStartSpec | None, OF_DOCUMENT] = Field(
         default=None, description="steps on the teacher's own text first; null: none"
     )
-    mix: MixSpec | None = Field(
+    mix: Annotated[MixSpec | None, OF_DOCUMENT, OF_PROMPTS] = Field(
         default=None,
         description="shares of each step's samples by what writes them; null: the student, "
         "verified where rollout.verify is set",
@@ -549,7 +543,7 @@ class EvaluateSpec(SpecSection):
     arms: Annotated[tuple[Arm, ...], AsTuple] = Field(
         default=ARMS, min_length=1, description="what stands before the questions"
     )
-    retriever: Literal["bm25", "embeddings"] = Field(
+    retriever: Annotated[Literal["bm25", "embeddings"], ReadWith("arms", RETRIEVED_ARMS)] = Field(
         default="bm25", description="what ranks the passages of the arms retrieved*"
     )
     questions: int = Field(default=200, ge=1, description="most held-out questions of an arm")

@@ -9,7 +9,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES, RowSource, RowsSpec
-from cartridge_forge.protocols.spec.base import Absolute, LocalPath, PathRule, SpecSection, broken
+from cartridge_forge.protocols.spec.base import (
+    Absolute,
+    LocalPath,
+    PathRule,
+    ReadWith,
+    SpecSection,
+    broken,
+)
+from cartridge_forge.protocols.spec.sections import OF_PROMPTS
 
 
 def _join_paths(value: Any) -> Any:
@@ -29,6 +37,12 @@ def _local_data(text: str, sections: Sequence[Any], absolute: Absolute) -> str:
     return os.pathsep.join(map(absolute, text.split(os.pathsep) if several else [text]))
 
 
+OF_CLINIC = ReadWith("source", ("clinic",))
+OF_GENERATED = ReadWith("source", ("clinic", "desk", "handbook"))
+GENERATED = ReadWith("path", (None,))
+QUESTIONED = ("clinic", "longhealth", "documents")  # whose questions have options
+
+
 class DataSpec(SpecSection):
     """Configure the patients, their documents and their questions."""
 
@@ -44,7 +58,12 @@ class DataSpec(SpecSection):
         "handbook: rules in a text, with tasks that they govern, from data.path or of generated "
         "desks; jsonl, parquet, hub, python: your own rows of prompts",
     )
-    path: Annotated[str | None, JoinedPaths, PathRule(_local_data)] = Field(
+    path: Annotated[
+        str | None,
+        JoinedPaths,
+        PathRule(_local_data),
+        ReadWith("source", ("clinic", "longhealth", "documents", "handbook", *ROW_SOURCES)),
+    ] = Field(
         default=None,
         min_length=1,
         description="LongHealth JSON, a path or an http(s) URL, read in place of the clinic; or "
@@ -52,47 +71,53 @@ class DataSpec(SpecSection):
         "each; of rows: a file or several, a "
         "dataset of the hub (OWNER/NAME), or a function (package.module:name)",
     )
-    questions: LocalPath | None = Field(
+    questions: Annotated[LocalPath | None, ReadWith("source", ("documents",))] = Field(
         default=None,
         min_length=1,
         description="questions about documents, as SQuAD or LongHealth has them; null: self-study "
         "questions that are held out",
     )
-    seed: int = Field(default=0, ge=0, description="seed of the generated clinic")
+    seed: Annotated[int, ReadWith("source", ("clinic", "desk", "handbook", *ROW_SOURCES))] = Field(
+        default=0, ge=0, description="seed of what is generated, and of the split of rows"
+    )
     patients: int = Field(
         default=1,
         ge=1,
         description="patients or desks to generate, the first patients of the file, the most "
         "documents, or the number of your environments or handbooks",
     )
-    facts: int | None = Field(
+    facts: Annotated[int | None, OF_GENERATED, GENERATED] = Field(
         default=None,
         ge=1,
         validate_default=True,
         description="facts of a generated patient, or fields in a desk's handbook",
     )
-    notes: int | None = Field(
+    notes: Annotated[int | None, OF_CLINIC, GENERATED] = Field(
         default=None, ge=1, validate_default=True, description="notes of a generated patient"
     )
-    questions_per_fact: int = Field(
-        1, ge=1, description="questions about each fact of a generated patient, options differ"
+    questions_per_fact: Annotated[int, OF_CLINIC, GENERATED] = Field(
+        default=1,
+        ge=1,
+        description="questions about each fact of a generated patient, options differ",
     )
-    own_fields: bool = Field(
+    own_fields: Annotated[bool, OF_CLINIC, GENERATED] = Field(
         default=False,
         description="whether no two generated patients have a fact about the same field, so that a "
         "question is about one of them alone",
     )
-    held_out: float = Field(
+    held_out: Annotated[float, ReadWith("source", (*QUESTIONED, *ROW_SOURCES))] = Field(
         default=1.0,
         gt=0,
         le=1,
         description="share of the questions or rows kept for evaluation, in (0, 1]",
     )
-    rows: RowsSpec = Field(
+    rows: Annotated[RowsSpec, ReadWith("source", ROW_SOURCES)] = Field(
         default=RowsSpec(), description="how rows are read: jsonl, parquet, hub, python"
     )
-    instruction: str = Field(default="", description="text appended to every option question")
-    name_document: Literal["auto", "always", "never"] = Field(
+    instruction: Annotated[str, ReadWith("source", QUESTIONED)] = Field(
+        default="", description="text appended to every option question"
+    )
+    name_document: Annotated[Literal["auto", "always", "never"], OF_PROMPTS] = Field(
         default="auto",
         description="whether prompts begin with the name of the patient or document that they are "
         "about; auto: where one cartridge learns from several",
@@ -108,17 +133,10 @@ class DataSpec(SpecSection):
     @classmethod
     def _clinic_only(cls, value: int | None, info: ValidationInfo) -> int | None:
         source, path = info.data.get("source"), info.data.get("path")
-        desks = source == "desk" or (source == "handbook" and path is None)
-        needed = desks and info.field_name == "facts"
-        if (needed or source == "clinic") and path is None and value is None:
-            raise broken(
-                f"must be given with data.source {source}", "set it to a count of 1 or more"
-            )
-        other_sources = ("longhealth", "environment", "primer", "documents", *ROW_SOURCES)
-        of_desks = source in ("desk", "handbook")
-        without = source in other_sources or (of_desks and not needed)
-        if without and value is not None:
-            raise broken(f"must be left out with data.source {source}", "remove it")
+        fields = source in ("desk", "handbook") and info.field_name == "facts"
+        if (fields or source == "clinic") and path is None and value is None:
+            rule = f"must be given with data.source {source}"
+            raise broken(rule, "set it to a count of 1 or more")
         facts = info.data.get("facts")
         if info.field_name == "notes" and value is not None and facts is not None and value > facts:
             raise broken(f"must be <= facts ({facts})", "a note needs a fact: lower it")

@@ -6,17 +6,20 @@ import codecs
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
+from cartridge_forge.plugins.documents.spec.rows import ROW_SOURCES
 from cartridge_forge.plugins.replay.spec import EndpointSpec, PriceSpec
 from cartridge_forge.protocols.spec.base import (
     AsTuple,
     LocalPath,
+    ReadWith,
     SpecSection,
     bounded,
     broken,
     unique,
 )
+from cartridge_forge.protocols.spec.sections import OF_PROMPTS
 
 StudyKind = Literal[
     "structuring", "summarization", "question", "use_case", "creative",
@@ -29,6 +32,10 @@ SEED_KINDS: tuple[StudyKind, ...] = (  # whose turns A writes after a seed promp
 WRITTEN_KINDS = (*SEED_KINDS, "quiz")  # whose turns the model writes
 
 
+CUT = ReadWith("recipe", ("documents",))
+OF_FILES = ReadWith("data.source", ("documents", *ROW_SOURCES))
+
+
 class DocumentsSpec(SpecSection):
     """Configure how the files of data.path are read, and how long documents are cut."""
 
@@ -36,23 +43,27 @@ class DocumentsSpec(SpecSection):
         "max_tokens": (None, "give teacher.context_tokens, its present name")
     }
 
-    text_fields: Annotated[tuple[str, ...], AsTuple] = Field(
+    text_fields: Annotated[tuple[str, ...], AsTuple, OF_FILES] = Field(
         default=("text", "content", "body"),
         min_length=1,
         description="fields of JSON objects that hold their text: the first that is there",
     )
-    encoding: str | None = Field(
+    encoding: Annotated[str | None, OF_FILES] = Field(
         default="cp1252",
         description="of text that is neither UTF-8 nor begins with a byte order mark; null: refuse",
     )
-    max_file_bytes: int = Field(default=64 * 1024**2, ge=1, description="most bytes of one file")
-    max_total_bytes: int = Field(default=256 * 1024**2, ge=1, description="most bytes of all files")
-    long: Literal["split", "chunks", "refuse"] = Field(
+    max_file_bytes: Annotated[int, OF_FILES] = Field(
+        default=64 * 1024**2, ge=1, description="most bytes of one file"
+    )
+    max_total_bytes: Annotated[int, OF_FILES] = Field(
+        default=256 * 1024**2, ge=1, description="most bytes of all files"
+    )
+    long: Annotated[Literal["split", "chunks", "refuse"], CUT] = Field(
         default="split",
         description="a document longer than teacher.context_tokens: parts that each count as a "
         "document, chunks of one document, or refuse it",
     )
-    overlap: int = Field(
+    overlap: Annotated[int, OF_PROMPTS] = Field(
         default=0, ge=0, description="tokens that a part or chunk repeats of the one before it"
     )
 
@@ -85,7 +96,7 @@ class SelfStudySpec(SpecSection):
         description="rows.jsonl that `forge selfstudy` wrote; null: questions are written at the "
         "start of a run",
     )
-    scores: Literal["read", "stored"] = Field(
+    scores: Annotated[Literal["read", "stored"], ReadWith("rows")] = Field(
         default="read",
         validate_default=True,
         description="of the answers in rows: read by the document teacher with the whole document, "
@@ -154,10 +165,3 @@ class SelfStudySpec(SpecSection):
     def prompt_tokens(self) -> int:
         """Return the most tokens of a conversation up to its last answer."""
         return self.rounds * self.question_tokens + (self.rounds - 1) * self.answer_tokens
-
-    @field_validator("scores")
-    @classmethod
-    def _are_somewhere(cls, value: str, info: ValidationInfo) -> str:
-        if value == "stored" and info.data.get("rows") is None:
-            raise broken("must be read without rows", "give self_study.rows")
-        return value

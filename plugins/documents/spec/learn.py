@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -17,6 +18,8 @@ from cartridge_forge.protocols.spec.sections import RETRIEVED_ARMS
 
 class DocumentsLearn(LearnSpec):
     """Add where documents and questions come from, and self-study about documents."""
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"recipe": ("self_study", "data.source")}
 
     data: DataSpec = Field(description="patients, documents and questions")
     documents: DocumentsSpec = Field(
@@ -66,11 +69,6 @@ class DocumentsLearn(LearnSpec):
         )
         compose = self.train.compose
         yield (
-            compose is not None and unnamed,
-            "train.compose must be null with episodes or rsa, whose prompts have one cartridge",
-            "remove it",
-        )
-        yield (
             compose is not None and compose.distractors >= self.cartridges,
             f"train.compose.distractors must be less than the run's cartridges ({self.cartridges})",
             "lower it, or train more cartridges",
@@ -82,16 +80,15 @@ class DocumentsLearn(LearnSpec):
             "questions are not known before they are asked",
             f"remove {' and '.join(unknown)}",
         )
+        yield (
+            not self.rollout.prompts and not self.learns_from_rewards,
+            "rollout.prompts must be >= 1 without episodes or rsa",
+            "set it to the prompts of a step",
+        )
 
     def _of_student_top(self) -> Iterator[Rule]:
         """Yield what a teacher that tells the student's likeliest tokens needs."""
         teacher, vllm = self.teacher, self.generator.backend == "vllm"
-        yield (
-            teacher.student_top > 0 and (self.learns_from_rewards or not self.objective.w_doc),
-            "teacher.top_k_of must be teacher with episodes or rsa, whose turns come without the "
-            "student's likeliest tokens, and without objective.w_doc",
-            "remove it",
-        )
         yield (
             teacher.student_top > 20 and vllm,
             "teacher.top_k must be at most 20 with teacher.top_k_of both and generator.backend "
@@ -110,20 +107,6 @@ class DocumentsLearn(LearnSpec):
     def _of_verification(self) -> Iterator[Rule]:
         """Yield what verified rollouts and mixtures need of other sections."""
         rollout, mix = self.rollout, self.train.mix
-        for key, is_set in (
-            ("rollout.verify", rollout.verify is not None),
-            ("rollout.until_refused", rollout.until_refused is not None),
-            ("train.mix", mix is not None),
-        ):
-            turns_verified = key == "rollout.verify" and self.recipe == "episodes"
-            is_refused = self.learns_from_rewards and not turns_verified
-            yield (
-                is_set and (is_refused or not self.objective.w_doc),
-                f"{key} must be null without objective.w_doc, and with rsa"
-                + (", whose candidates" if key == "rollout.verify" else " or episodes, whose turns")
-                + " the student writes alone",
-                "remove it",
-            )
         exact = rollout.verify is not None and rollout.verify.rule == "exact"
         yield (
             exact and self.generator.backend == "vllm",
@@ -158,21 +141,6 @@ class DocumentsLearn(LearnSpec):
                 f"{key} must be package.module:function with data.source python",
                 "correct it",
             )
-        for name, owner in (
-            ("split", "hub"), ("subset", "hub"), ("revision", "hub"), ("endpoint", "hub"),
-            ("arguments", "python"),
-        ):  # fmt: skip
-            yield (
-                bool(getattr(rows, name)) and data.source != owner,
-                f"data.rows.{name} must be left out but with data.source {owner}",
-                "remove it",
-            )
-        is_set = rows.columns or rows.documents or rows.held_out
-        yield (
-            bool(is_set) and not of_rows,
-            "data.rows must be left out but with data.source jsonl, parquet, hub or python",
-            "remove it",
-        )
         yield (
             of_rows and not self.learns_from_rewards and not self.objective.w_doc,
             "objective.w_doc must be > 0 with rows and no episodes, which learn from their "
@@ -188,11 +156,6 @@ class DocumentsLearn(LearnSpec):
             study is None and source == "documents",
             "self_study must be given with data.source documents",
             "add the section self_study, or set another data.source",
-        )
-        yield (
-            self.data.questions is not None and source != "documents",
-            "data.questions must be left out but with data.source documents",
-            "remove it",
         )
         if study is not None:
             yield (

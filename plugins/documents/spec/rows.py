@@ -8,7 +8,14 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, field_validator
 
 from cartridge_forge.plugins.replay.spec import open_url
-from cartridge_forge.protocols.spec.base import Absolute, LocalPath, PathRule, SpecSection, broken
+from cartridge_forge.protocols.spec.base import (
+    Absolute,
+    LocalPath,
+    PathRule,
+    ReadWith,
+    SpecSection,
+    broken,
+)
 
 RowSource = Literal["jsonl", "parquet", "hub", "python"]
 ROW_SOURCES: tuple[str, ...] = get_args(RowSource)
@@ -25,6 +32,10 @@ def _only_with(*sources: str) -> PathRule:
         return absolute(text) if sections[-2].source in sources else text
 
     return PathRule(local)
+
+
+OF_HUB = ReadWith("data.source", ("hub",))
+OF_PYTHON = ReadWith("data.source", ("python",))
 
 
 class RowsSpec(SpecSection):
@@ -47,22 +58,22 @@ class RowsSpec(SpecSection):
         description="the rows that are held out: another file, split of the hub or function; null: "
         "a share data.held_out of all rows, by the hash of their prompts",
     )
-    split: str | None = Field(
+    split: Annotated[str | None, OF_HUB] = Field(
         default=None, min_length=1, description="of the hub: the split to train on; null: train"
     )
-    subset: str | None = Field(
+    subset: Annotated[str | None, OF_HUB] = Field(
         default=None, min_length=1, description="of the hub: the dataset's configuration"
     )
-    revision: str | None = Field(
+    revision: Annotated[str | None, OF_HUB] = Field(
         default=None, min_length=1, description="of the hub: a branch, tag or commit"
     )
-    endpoint: str | None = Field(
+    endpoint: Annotated[str | None, OF_HUB] = Field(
         default=None, description=f"of the hub: a mirror's URL; null: HF_ENDPOINT, or {HUB}"
     )
-    arguments: dict[str, Any] = Field(
+    arguments: Annotated[dict[str, Any], OF_PYTHON] = Field(
         default={}, description="of python: keyword arguments of the function"
     )
-    folder: Annotated[str, _only_with("python")] = Field(
+    folder: Annotated[str, _only_with("python"), OF_PYTHON] = Field(
         default=".",
         min_length=1,
         description="of python: where modules are looked for before the installed ones",

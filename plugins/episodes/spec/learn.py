@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -17,7 +17,14 @@ from cartridge_forge.plugins.episodes.spec.objective import (
     EpisodesObjective,
 )
 from cartridge_forge.plugins.replay.spec import ReplayLearn
-from cartridge_forge.protocols.spec.base import AsTuple, Rule, SpecSection, broken, repeated
+from cartridge_forge.protocols.spec.base import (
+    AsTuple,
+    ReadWith,
+    Rule,
+    SpecSection,
+    broken,
+    repeated,
+)
 from cartridge_forge.protocols.spec.learn import RoleFacts
 from cartridge_forge.protocols.spec.mesh import HINTED_TEACHER
 
@@ -28,8 +35,8 @@ SCRIPTED = ("handbook", *ROW_SOURCES)  # sources whose tasks no environment play
 class EpisodesSpec(SpecSection):
     """Configure episodes of several turns with an environment's tools, sampled in groups."""
 
-    environment: EnvironmentSpec = Field(
-        default=EnvironmentSpec(), description="what answers the student's calls"
+    environment: Annotated[EnvironmentSpec, ReadWith("data.source", ("desk", "environment"))] = (
+        Field(default=EnvironmentSpec(), description="what answers the student's calls")
     )
     environments: Annotated[tuple[EnvironmentSpec, ...], AsTuple] = Field(
         default=(),
@@ -41,7 +48,7 @@ class EpisodesSpec(SpecSection):
         default=8, ge=2, description="episodes of one task, whose rewards are compared"
     )
     max_turns: int = Field(default=5, ge=1, description="most turns of the student")
-    cases: int = Field(
+    cases: Annotated[int, ReadWith("data.source", ("desk",))] = Field(
         default=1,
         ge=1,
         description="cases of an episode, each a conversation; it is rewarded if all are right",
@@ -69,6 +76,14 @@ class EpisodesSpec(SpecSection):
 
 class EpisodesLearn(DocumentsLearn, ReplayLearn):
     """Add episodes and their rewards to a learning config."""
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "recipe": ("episodes", *DocumentsLearn.choices["recipe"]),
+        "objective.reads_document": (
+            "objective.w_doc", "objective.w_rl", "objective.grpo.distill", "objective.grpo.kl",
+            "objective.grpo.kl_reference",
+        ),
+    }  # fmt: skip
 
     objective: EpisodesObjective = Field(
         default=EpisodesObjective(), description="the channels and their weights"

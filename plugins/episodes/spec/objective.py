@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from cartridge_forge.plugins.replay.spec import ReplayObjective
-from cartridge_forge.protocols.spec.base import SpecSection, broken
+from cartridge_forge.protocols.spec.base import ReadWith, SpecSection, broken
 
 GENERATOR = "generator"  # the writer of hints that is no external teacher
 HINT_WRITER = "objective.sdpo.hint_writer"  # the key that names the writer
@@ -26,7 +26,9 @@ class MismatchSpec(SpecSection):
         description="at most high; nothing above high; nothing outside [low, high]",
     )
     high: float = Field(default=2.0, ge=1, description="largest weight")
-    low: float = Field(default=0.5, gt=0, le=1, description="smallest weight, of band")
+    low: Annotated[float, ReadWith("mode", ("band",))] = Field(
+        default=0.5, gt=0, le=1, description="smallest weight, of band"
+    )
 
 
 class GrpoSpec(SpecSection):
@@ -87,7 +89,7 @@ class GrpoSpec(SpecSection):
     kl: float = Field(
         default=0.0, ge=0, description="weight of the divergence from the reference, k3"
     )
-    kl_reference: Literal["initial", "version", "document"] = Field(
+    kl_reference: Annotated[Literal["initial", "version", "document"], ReadWith("kl")] = Field(
         default="initial",
         description="the cartridge before training; a copy of it, renewed every kl_refresh steps; "
         "or the model with the document",
@@ -193,6 +195,9 @@ class GrpoSpec(SpecSection):
         return value
 
 
+OF_MODEL = ReadWith("hints", ("model",))
+
+
 class HintSpec(SpecSection):
     """Configure where the hints of failed turns come from."""
 
@@ -206,22 +211,22 @@ class HintSpec(SpecSection):
         min_length=1,
         description="hints model: generator, or the name of one of replay.teachers",
     )
-    hint_context: Literal["document", "cartridge"] = Field(
+    hint_context: Annotated[Literal["document", "cartridge"], OF_MODEL] = Field(
         default="document", description="what the generator reads before the conversation"
     )
-    hint_prompt: str = Field(
+    hint_prompt: Annotated[str, OF_MODEL] = Field(
         default="Say in one sentence what to do next. Do not give the answer.",
         description="what the writer is asked after the error; empty: nothing, it goes on itself",
     )
-    hint_tokens: int = Field(
+    hint_tokens: Annotated[int, OF_MODEL] = Field(
         default=64, ge=1, description="most tokens of a hint that the generator writes"
     )
-    hint_timeout_s: float = Field(
+    hint_timeout_s: Annotated[float, OF_MODEL] = Field(
         default=60.0,
         gt=0,
         description="seconds for a step's hints by the generator, for each by a teacher",
     )
-    sibling_reward: float = Field(
+    sibling_reward: Annotated[float, ReadWith("hints", ("sibling",))] = Field(
         default=1.0, description="least reward of an episode that hints sibling shows"
     )
 
@@ -258,7 +263,9 @@ class SdpoSpec(HintSpec):
     variant: Literal["jsd", "sampled"] = Field(
         default="jsd", description="divergence over the vocabulary, or the sampled token alone"
     )
-    beta: float = Field(default=0.5, ge=0, le=1, description="jsd: 0 forward KL, 1 reverse KL")
+    beta: Annotated[float, ReadWith("variant", ("jsd",))] = Field(
+        default=0.5, ge=0, le=1, description="jsd: 0 forward KL, 1 reverse KL"
+    )
     temperature: float = Field(default=1.0, gt=0, description="divides both sides' logits")
     token_bound: float | None = Field(
         default=None,
@@ -278,7 +285,7 @@ class SdpoSpec(HintSpec):
         description="the cartridges that read the hint: those in training, the untrained ones, or "
         "their moving average",
     )
-    ema_decay: float = Field(
+    ema_decay: Annotated[float, ReadWith("teacher", ("ema",))] = Field(
         default=0.95, ge=0, lt=1, description="ema: share of the average that a step keeps"
     )
 
@@ -325,12 +332,16 @@ class EpisodesObjective(ReplayObjective):
 
     w_rl: float = Field(default=0.0, ge=0, description="weight of verifiable rewards")
     alpha: float = Field(default=0.0, ge=0, description="weight of hint distillation")
-    alpha_warmup_steps: int = Field(
+    alpha_warmup_steps: Annotated[int, ReadWith("alpha")] = Field(
         default=0, ge=0, description="steps over which alpha rises from 0"
     )
 
-    grpo: GrpoSpec = Field(default=GrpoSpec(), description="verifiable rewards")
-    sdpo: SdpoSpec = Field(default=SdpoSpec(), description="hint distillation")
+    grpo: Annotated[GrpoSpec, ReadWith("w_rl")] = Field(
+        default=GrpoSpec(), description="verifiable rewards"
+    )
+    sdpo: Annotated[SdpoSpec, ReadWith("alpha")] = Field(
+        default=SdpoSpec(), description="hint distillation"
+    )
 
     @property
     def weights(self) -> dict[str, float]:

@@ -46,7 +46,7 @@ def test_other_data_has_no_such_section() -> None:
 
 def test_rows_without_documents_train_nothing_without_rewards() -> None:
     learn = spec(
-        "episodes=null", "reward=[]", "objective.w_rl=0", "objective.w_doc=1",
+        "episodes=null", "reward=[]", "objective.w_rl=0", "objective.w_doc=1", "rollout.prompts=8",
         "data.rows.columns={prompt: question, answer: target}",
     )  # fmt: skip
     with pytest.raises(DataError, match=r"sums.jsonl:\d+: has no document \(12 rows have none\)"):

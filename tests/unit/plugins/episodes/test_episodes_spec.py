@@ -197,7 +197,7 @@ def test_the_document_teacher_may_play_episodes() -> None:
         (("objective.w_doc=0", "evaluate.arms=[offline, on_policy]"),
          "arms must not hold offline without objective.w_doc"),
         (("objective.w_doc=0", "train.warm_start={steps: 3}"),
-         "warm_start must be left out without objective.w_doc"),
+         "warm_start is read with objective.w_doc alone"),
     ],
 )  # fmt: skip
 def test_a_teachers_text_is_trained_by_doc_kl_alone(sets: tuple[str, ...], message: str) -> None:
@@ -258,11 +258,11 @@ def test_a_judge_is_one_of_the_teachers() -> None:
         (("episodes=null", "objective.w_rl=0", "reward=[]"), "w_doc must be > 0 with rows and no"),
         (("data.path=null",), "path must be given with data.source jsonl"),
         (("data.source=python", "data.path=a.jsonl"), "path must be package.module:function"),
-        (("data.rows.split=test",), "rows.split must be left out but with data.source hub|split m"),
+        (("data.rows.split=test",), "split is read with data.source hub alone"),
         (("data.rows.columns={prompt: a, answer: a}",), "columns must name each column once"),
         (("data.rows.columns={question: a}",), "columns"),
         (("data.rows.endpoint=http://u:p@h/",), "endpoint must hold no user"),
-        (("data.facts=3",), "facts must be left out with data.source jsonl"),
+        (("data.facts=3",), "facts is read with data.source clinic"),
     ],
 )  # fmt: skip
 def test_what_contradicts_itself_is_refused(sets: tuple[str, ...], message: str) -> None:

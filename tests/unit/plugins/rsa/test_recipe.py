@@ -430,14 +430,17 @@ def test_the_shipped_mesh_has_its_roles_and_reads_back_equal() -> None:
         ((PRIMER,), "source must be primer with rsa.problems that are about no document, and only"),
         ((GYM,), "source must be primer with rsa.problems that are about no document"),
         ((GYM, PRIMER, "data.patients=2"), "patients must be 1 with data.source primer"),
-        ((GYM, PRIMER, "data.facts=3"), "facts must be left out with data.source primer"),
+        ((GYM, PRIMER, "data.facts=3"), "facts is read with data.source clinic"),
         ((GYM, PRIMER, "rsa.problems.turns=2"), "turns belongs to the kind verifiers"),
         ((GYM, PRIMER, "rsa.problems.most=20"), r"most must be > evaluate.questions \(48\)"),
         (
             ("train.offline_texts=3",),
             "offline_texts must be null but for patients without self_study",
         ),
-        (("rsa=null",), "w_rl must be 0 without episodes.*; add the section episodes, or rsa"),
+        (
+            ("rsa=null", "rollout.prompts=4"),
+            "w_rl must be 0 without episodes.*; add the section episodes, or rsa",
+        ),
     ],
 )
 def test_a_broken_rule_names_its_place_and_a_remedy(sets: tuple[str, ...], told: str) -> None:

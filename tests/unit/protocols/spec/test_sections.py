@@ -99,8 +99,8 @@ def test_a_spec_cannot_be_changed() -> None:
 
 
 def test_rules_hold_without_the_loader_too() -> None:
-    with pytest.raises(ValidationError, match=r"belongs to loss\.direction jsd alone"):
-        LossSpec(beta=0.5)
+    with pytest.raises(ValidationError, match=r"must be given with loss\.direction jsd"):
+        LossSpec(direction="jsd")
     with pytest.raises(ValidationError, match="lower-case letters"):
         MeshSpec(name="9lives", config="c.yaml")
 
@@ -242,6 +242,7 @@ PATHS = [
     ("RsaLearn", "self_study.rows"), ("RsaLearn", "episodes.environment.folder"),
     ("RsaLearn", "episodes.environment.document"), ("RsaLearn", "episodes.environments.folder"),
     ("RsaLearn", "episodes.environments.document"), ("RsaLearn", "reward.folder"),
+    ("RsaLearn", "rsa.problems.folder"),
     ("ServeSpec", "model.path"), ("ServeSpec", "library"), ("ServeSpec", "http.audit"),
     ("ServeSpec", "process_reward.model.path"), ("ServeSpec", "process_reward.judge.ledger"),
     ("SweepSpec", "frontier.process_reward.model.path"),

@@ -374,5 +374,7 @@ def test_what_cannot_be_is_refused_by_name(sets: dict[str, Any], message: str) -
 
 def test_episodes_have_no_likeliest_tokens_of_the_student() -> None:
     mesh = ROOT / "meshes" / "three_channels.yaml"
-    with pytest.raises(SpecError, match="must be teacher with episodes or rsa"):
+    with pytest.raises(
+        SpecError, match="top_k_of is read with recipe longhealth or documents alone"
+    ):
         load_spec(mesh, sets=("teacher.top_k_of=both",))

@@ -161,15 +161,21 @@ def test_several_handbooks_are_named_apart_and_call_alike(tmp_path: Path) -> Non
     ("sets", "told"),
     [
         (("data.path=a.yaml:b.yaml", "data.facts=null"), "patients must be 2"),
-        (("data.path=a.yaml",), "facts must be left out with data.source handbook"),
+        (("data.path=a.yaml", "data.facts=3"), "facts is read with data.path null alone"),
         (("data.facts=null",), "facts must be given with data.source handbook"),
         (("episodes.cases=2",), "cases must be 1 but at desks"),
-        (("episodes=null",), "source must be desk, environment, handbook or rows"),
+        (
+            ("episodes=null", "rollout.prompts=4"),
+            "source must be desk, environment, handbook or rows",
+        ),
         (("objective.w_rl=1",), "verify must be null with objective.w_rl"),
         (("rollout.until_refused=0.05",), "until_refused must be null"),
-        (("train.mix={verified: 0.5, plain: 0.5}",), "mix must be null"),
+        (
+            ("train.mix={verified: 0.5, plain: 0.5}",),
+            "mix is read with recipe longhealth or documents alone",
+        ),
         (("train.staleness=1",), "verify must be null with train.staleness"),
-        (("objective.w_doc=0", "objective.w_rl=1"), "verify must be null without"),
+        (("objective.w_doc=0", "objective.w_rl=1"), "verify must be null with objective.w_rl"),
     ],
 )
 def test_specs_that_do_not_fit_handbooks_are_refused(sets: tuple[str, ...], told: str) -> None:
