@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from cartridge_forge.plugins.documents.spec.rows import FUNCTION
 from cartridge_forge.plugins.replay.spec import open_url
-from cartridge_forge.protocols.spec.base import LocalPath, ReadWith, SpecSection, broken
+from cartridge_forge.protocols.spec.base import (
+    Absolute,
+    LocalPath,
+    PathRule,
+    ReadWith,
+    SpecSection,
+    broken,
+)
 
 EnvironmentKind = Literal["desk", "openenv", "verifiers", "python"]
 OF_KIND: dict[str, tuple[EnvironmentKind, ...]] = {
@@ -228,6 +236,10 @@ Verifier = Literal["exact", "math", "regex", "json_schema", "judge", "environmen
 AnswerForm = Literal["math", "rg", "supergpqa", "clinic", "general"]
 
 
+def _local_module(text: str, sections: Sequence[Any], absolute: Absolute) -> str:
+    return absolute(text) if sections[-1].python else text
+
+
 class RewardSpec(SpecSection):
     """Configure one reward of an episode. An episode's reward is the sum of weight times value."""
 
@@ -270,7 +282,7 @@ class RewardSpec(SpecSection):
         min_length=1,
         description="of judge: what the model is asked",
     )
-    folder: Annotated[LocalPath, ReadWith("python")] = Field(
+    folder: Annotated[str, PathRule(_local_module), ReadWith("python")] = Field(
         default=".",
         min_length=1,
         description="of python: where the module is looked for before the installed ones",

@@ -94,7 +94,7 @@ class GrpoSpec(SpecSection):
         description="the cartridge before training; a copy of it, renewed every kl_refresh steps; "
         "or the model with the document",
     )
-    kl_refresh: int | None = Field(
+    kl_refresh: Annotated[int | None, ReadWith("kl")] = Field(
         default=None,
         ge=1,
         validate_default=True,

@@ -458,7 +458,7 @@ LOCAL_KEYS = [
          "evaluate.arms=[on_policy]",
          "episodes={tasks: 2, max_context: 99}",
          "reward=[{python: 'p:f', folder: r}, {verifier: exact}]"],
-     {"learn.reward.0.folder": "{}/r", "learn.reward.1.folder": "{}"}),
+     {"learn.reward.0.folder": "{}/r", "learn.reward.1.folder": "."}),
 ]  # fmt: skip
 
 
