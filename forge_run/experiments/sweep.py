@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cartridge_forge.forge_run.experiments.child_run import run_side_by_side
 from cartridge_forge.forge_run.experiments.table import (
@@ -72,9 +73,11 @@ def planned(
     for seed in range(sweep.first_seed, sweep.first_seed + (seeds or sweep.seeds)):
         for point in sweep.points():
             for variant in sweep.variants:
-                keys = {**sweep.set, **variant.set, **point}
-                keys["evaluate.arms"] = list(variant.arms)
-                keys |= dict.fromkeys(sweep.seed_keys, seed)
+                arms_and_seed = {"evaluate.arms": list(variant.arms)}
+                arms_and_seed |= dict.fromkeys(sweep.seed_keys, seed)
+                keys: dict[str, Any] = {}
+                for layer in (sweep.set, variant.set, point, arms_and_seed):
+                    keys = {k: v for k, v in keys.items() if k not in layer} | dict(layer)
                 texts = (*PLAIN, *sets, *(f"{k}={json.dumps(v)}" for k, v in keys.items()))
                 where = [f"{k.rpartition('.')[2]}={json.dumps(v)}" for k, v in point.items()]
                 arm = " ".join([*where, "+".join(variant.arms.values())])

@@ -10,7 +10,13 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from cartridge_forge.plugins.spec_files.keys import SpecFile
-from cartridge_forge.protocols.spec.base import PATTERN_RULES, AsTuple, SpecSection, broken
+from cartridge_forge.protocols.spec.base import (
+    PATTERN_RULES,
+    AsTuple,
+    ReadWith,
+    SpecSection,
+    broken,
+)
 from cartridge_forge.protocols.spec.mesh import HostsSpec, MeshSpec
 
 _WORD = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
@@ -116,18 +122,12 @@ class SlurmSpec(SpecSection):
 class ClusterHosts(HostsSpec):
     """Add pods and nodes of a job to `hosts`."""
 
-    kubernetes: KubernetesSpec | None = Field(default=None, description="with kind kubernetes")
-    slurm: SlurmSpec | None = Field(default=None, description="with kind slurm")
-
-    @field_validator("kubernetes", "slurm")
-    @classmethod
-    def _of_its_kind(cls, value: SpecSection | None, info: ValidationInfo) -> SpecSection | None:
-        kind = info.data.get("kind")
-        if value is not None and kind not in (info.field_name, None):
-            raise broken(
-                f"belongs to hosts.kind {info.field_name} alone", "remove it or change hosts.kind"
-            )
-        return value
+    kubernetes: Annotated[KubernetesSpec | None, ReadWith("kind", ("kubernetes",))] = Field(
+        default=None, description="with kind kubernetes"
+    )
+    slurm: Annotated[SlurmSpec | None, ReadWith("kind", ("slurm",))] = Field(
+        default=None, description="with kind slurm"
+    )
 
 
 class ClusterMesh(MeshSpec):

@@ -203,6 +203,14 @@ class VerifySpec(SpecSection):
     )
 
 
+class ServedGeneratorSpec(GeneratorSpec):
+    """Configure the engine of a server, which has requests in flight whatever it is."""
+
+    in_flight: Literal["finish", "drain"] = Field(
+        default="finish", description=GeneratorSpec.model_fields["in_flight"].description
+    )
+
+
 class ServeSpec(SpecSection):
     """Configure a server with its generators, `meshes/serve.yaml`."""
 
@@ -212,8 +220,8 @@ class ServeSpec(SpecSection):
         min_length=1,
         description="directory of versioned cartridges, relative to the file that names it",
     )
-    generator: GeneratorSpec = Field(
-        default=GeneratorSpec(), description="what runs the generators"
+    generator: ServedGeneratorSpec = Field(
+        default=ServedGeneratorSpec(), description="what runs the generators"
     )
     roles: ServeRolesSpec = Field(
         default=ServeRolesSpec(), description="replicas and threads of every role"

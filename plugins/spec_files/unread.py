@@ -36,24 +36,24 @@ Section = TypeVar("Section", bound=BaseModel)
 @dataclass(frozen=True)
 class Unmet:
     """Hold a condition that is not met: the `key` that decides, its value, and the mark. A property
-    of the root, such as `recipe`, is no `written` key."""
+    of the root, such as `recipe`, is no key."""
 
     key: Key
     got: Any
     mark: ReadWith
-    written: bool
+    is_key: bool
 
     @property
     def rule(self) -> str:
-        *others, last = ["null" if v is None else str(v) for v in self.mark.values] or [""]
-        values = f"{', '.join(others)} or {last}" if others else last
+        *first, last = ["null" if v is None else str(v) for v in self.mark.values] or [""]
+        values = f"{', '.join(first)} or {last}" if first else last
         chosen = f"{dotted(self.key)} {values}".rstrip()
         got = self.got if isinstance(self.got, str) else show(self.got)
         return f"is read with {chosen} alone, and {dotted(self.key)} is {got}"
 
     @property
     def remedy(self) -> str:
-        if not self.written:
+        if not self.is_key:
             return "remove it"
         first = next(iter(self.mark.values), None)
         value = "" if first is None else f": {first}"
@@ -81,10 +81,10 @@ def without_unread(
     problems, unread = [], list(_set_in_vain(root, root, (), ()))
     for key, value, conditions in unread if places is not None else ():
         if not any(is_dropped(key, condition) for condition in conditions):
-            condition, place = conditions[0], place_of(key, places)
+            condition, location = conditions[0], place_of(key, places)
             got = value.model_dump() if isinstance(value, BaseModel) else value
             got = HIDDEN if may_hold_secret(type(root), key) else got
-            problems.append(fault(condition.rule, got, place, key, condition.remedy))
+            problems.append(fault(condition.rule, got, location, key, condition.remedy))
     return _with_defaults(root, [key for key, _, _ in unread]), problems
 
 
@@ -157,5 +157,5 @@ def _unmet(root: BaseModel, section: BaseModel, key: Key, field: FieldInfo) -> I
             owner, below = (section, key) if of_section else (root, ())
             for name in names[:-1]:
                 owner = getattr(owner, name)
-            written = names[-1] in type(owner).model_fields
-            yield Unmet((*below, *names), got, mark, written)
+            is_key = names[-1] in type(owner).model_fields
+            yield Unmet((*below, *names), got, mark, is_key)

@@ -170,9 +170,8 @@ LocalPath = Annotated[str, PathRule()]  # relative to the file that names it
 
 @dataclass(frozen=True)
 class ReadWith:
-    """Mark a key or section as one that is read only where another key has one of the `values` (a
-    list: holds one); without `values`, where it is neither null, false, 0 nor empty. `key` is of
-    the same section, or dotted from the file's root, or a property of the root: `recipe`."""
+    """Mark a key or section as read only where `key`, of its section or dotted from the root, has
+    one of the `values` (a list: holds one) or, without `values`, is not null, false, 0 or empty."""
 
     key: str
     values: tuple[Any, ...] = ()

@@ -44,8 +44,7 @@ class LearnSpec(JoinedSection):
     properties here by `super()`: which recipe trains, which roles are needed, what they get."""
 
     table: ClassVar[Kind] = "configs"
-    # The keys that decide a property which `ReadWith` names.
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # property of a `ReadWith` -> keys
 
     model: ModelSpec = Field(description="the frozen base model")
     cartridge: CartridgeSpec = Field(description="the trainable KV prefix of one document")

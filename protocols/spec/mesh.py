@@ -36,6 +36,7 @@ from cartridge_forge.protocols.spec.base import (
     JoinedSection,
     KnownNames,
     LocalPath,
+    ReadWith,
     SpecSection,
     broken,
     unknown_name,
@@ -76,7 +77,7 @@ class HostsSpec(SpecSection):
         description="local: this host; addresses: hosts that already listen; kubernetes: pods; "
         "slurm: nodes of a job",
     )
-    addresses: Annotated[tuple[str, ...], AsTuple] = Field(
+    addresses: Annotated[tuple[str, ...], AsTuple, ReadWith("kind", ("addresses",))] = Field(
         default=(),
         description="tls://host:port of every host, with kind addresses; tcp:// for plain TCP",
     )
@@ -98,11 +99,8 @@ class HostsSpec(SpecSection):
     @field_validator("addresses")
     @classmethod
     def _of_kind_addresses(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        kind = info.data.get("kind")
-        if kind == "addresses" and not value:
+        if info.data.get("kind") == "addresses" and not value:
             raise broken("must be given with hosts.kind addresses", "list tls://host:port")
-        if kind not in ("addresses", None) and value:
-            raise broken("belongs to hosts.kind addresses alone", "remove it or change hosts.kind")
         for address in value:
             match = ADDRESS.fullmatch(address)
             if not match or not 1 <= int(match[2]) < 65535:

@@ -136,6 +136,7 @@ class RolloutSpec(SpecSection):
 
 Backend = Literal["torch", "vllm", "llama.cpp"]
 OF_VLLM = ReadWith("backend", ("vllm",))
+OF_ENGINE = ReadWith("backend", ("vllm", "llama.cpp"))
 
 
 class GeneratorSpec(SpecSection):
@@ -146,7 +147,7 @@ class GeneratorSpec(SpecSection):
         description="torch, embedded; vllm, which `make install-vllm` brings; or llama.cpp, which "
         "serves a GGUF file's weights as they are and samples for no training",
     )
-    in_flight: Literal["finish", "drain"] = Field(
+    in_flight: Annotated[Literal["finish", "drain"], OF_ENGINE] = Field(
         default="finish",
         description="requests in flight at a publish: they finish on their version beside the new "
         "one, or the new one waits until they have drained",
@@ -160,7 +161,7 @@ class GeneratorSpec(SpecSection):
     chunk_tokens: Annotated[int, OF_VLLM] = Field(
         default=2048, ge=32, description="most tokens of an engine step: of a prefill chunk"
     )
-    kv_gib: Annotated[float, ReadWith("backend", ("vllm", "llama.cpp"))] = Field(
+    kv_gib: Annotated[float, OF_ENGINE] = Field(
         default=1.0, gt=0, description="paged KV of one engine, GiB; of llama.cpp the most"
     )
     gpu_share: Annotated[float | None, OF_VLLM] = Field(
@@ -179,7 +180,7 @@ class TeacherSpec(SpecSection):
     """Configure the document teacher: the base model with the document in context, or with the
     chunk that a prompt is about."""
 
-    context_tokens: int | None = Field(
+    context_tokens: Annotated[int | None, ReadWith("recipe", (*OF_PROMPTS.values, "rsa"))] = Field(
         default=None,
         ge=2,
         description="most tokens of a document or chunk that is read; null: what the model's "
@@ -280,12 +281,12 @@ class ObjectiveSpec(SpecSection):
     channels: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default={}, description="weights of the loss channels of installed plug-ins, by name"
     )
-    balance: Literal["none", "gradient_norm"] = Field(
+    balance: Annotated[Literal["none", "gradient_norm"], ReadWith("several_channels")] = Field(
         default="gradient_norm",
         description="of two or more channels: weights as they are, or each channel's share of the "
         "gradient's norm follows its weight",
     )
-    balance_every: Annotated[int, ReadWith("balance", ("gradient_norm",))] = Field(
+    balance_every: Annotated[int, ReadWith("several_channels")] = Field(
         default=1,
         ge=1,
         description="steps between measurements of the channels' gradient norms, which cost a "
@@ -322,6 +323,11 @@ class ObjectiveSpec(SpecSection):
                     "correct the name, or install the package whose plug-in adds it",
                 )
         return value
+
+    @property
+    def several_channels(self) -> bool:
+        """Return whether more than one channel has a weight."""
+        return sum(weight > 0 for weight in self.weights.values()) > 1
 
     @property
     def reads_document(self) -> bool:

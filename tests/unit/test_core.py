@@ -29,7 +29,7 @@ PATTERNS = (
 MOST_LOADED, MOST_LINES = 95, 15_000  # of `import training.loop`
 # Of the core, and of it with a plug-in and that plug-in's actors. The lines may only fall: the goal
 # is 19,000, and 26,000 with a plug-in.
-MOST_CORE_FILES, MOST_CORE_LINES, MOST_WITH_A_PLUGIN = 69, 18_990, 26_399
+MOST_CORE_FILES, MOST_CORE_LINES, MOST_WITH_A_PLUGIN = 69, 18_986, 26_397
 OPTIONAL_PACKAGES = (
     "torchstore", "openai", "anthropic", "grpc", "transformers", "kubernetes", "obstore", "sympy",
     "llguidance", "datasets", "pyarrow", "starlette", "uvicorn", "httpx", "vllm", "wandb",

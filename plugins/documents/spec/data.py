@@ -38,7 +38,7 @@ def _local_data(text: str, sections: Sequence[Any], absolute: Absolute) -> str:
 
 
 OF_CLINIC = ReadWith("source", ("clinic",))
-OF_GENERATED = ReadWith("source", ("clinic", "desk", "handbook"))
+OF_PATH = ReadWith("source", ("clinic", "longhealth", "documents", "handbook", *ROW_SOURCES))
 GENERATED = ReadWith("path", (None,))
 QUESTIONED = ("clinic", "longhealth", "documents")  # whose questions have options
 
@@ -58,12 +58,7 @@ class DataSpec(SpecSection):
         "handbook: rules in a text, with tasks that they govern, from data.path or of generated "
         "desks; jsonl, parquet, hub, python: your own rows of prompts",
     )
-    path: Annotated[
-        str | None,
-        JoinedPaths,
-        PathRule(_local_data),
-        ReadWith("source", ("clinic", "longhealth", "documents", "handbook", *ROW_SOURCES)),
-    ] = Field(
+    path: Annotated[str | None, JoinedPaths, PathRule(_local_data), OF_PATH] = Field(
         default=None,
         min_length=1,
         description="LongHealth JSON, a path or an http(s) URL, read in place of the clinic; or "
@@ -86,11 +81,13 @@ class DataSpec(SpecSection):
         description="patients or desks to generate, the first patients of the file, the most "
         "documents, or the number of your environments or handbooks",
     )
-    facts: Annotated[int | None, OF_GENERATED, GENERATED] = Field(
-        default=None,
-        ge=1,
-        validate_default=True,
-        description="facts of a generated patient, or fields in a desk's handbook",
+    facts: Annotated[int | None, ReadWith("source", ("clinic", "desk", "handbook")), GENERATED] = (
+        Field(
+            default=None,
+            ge=1,
+            validate_default=True,
+            description="facts of a generated patient, or fields in a desk's handbook",
+        )
     )
     notes: Annotated[int | None, OF_CLINIC, GENERATED] = Field(
         default=None, ge=1, validate_default=True, description="notes of a generated patient"

@@ -79,6 +79,9 @@ class EpisodesLearn(DocumentsLearn, ReplayLearn):
 
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "recipe": ("episodes", *DocumentsLearn.choices["recipe"]),
+        "objective.several_channels": tuple(
+            f"objective.{key}" for key in ("w_doc", "w_rl", "alpha", "beta", "channels")
+        ),
         "objective.reads_document": (
             "objective.w_doc", "objective.w_rl", "objective.grpo.distill", "objective.grpo.kl",
             "objective.grpo.kl_reference",

@@ -114,8 +114,8 @@ BAD_FILES = [
      "addresses must hold tls://host:port addresses: got [tcp://a:26600, b:70000] "
      f"at {M}:5 (hosts.addresses); write 'b:70000' as tls://host:26600"),
     (M, "kind: local", "addresses: ['tcp://a:1']",
-     "addresses belongs to hosts.kind addresses alone: got [tcp://a:1] "
-     f"at {M}:4 (hosts.addresses); remove it or change hosts.kind"),
+     "addresses is read with hosts.kind addresses alone, and hosts.kind is local: got [tcp://a:1] "
+     f"at {M}:4 (hosts.addresses); remove it, or set hosts.kind: addresses"),
     (M, "hosts:\n  kind: local\nplane: torchstore", "hosts: kubernetes\nplane: shared_memory",
      "plane must reach every host of hosts.kind kubernetes; shared memory is one host's: "
      f"got 'shared_memory' at {M}:4 (plane); set plane: torchstore"),

@@ -55,6 +55,7 @@ READ: dict[str, set[str]] = {
     "rollout.verify": PROMPTED | EPISODES - {"desk", "environment", "judged_rows"},
     "rollout.until_refused": PROMPTED,
     "generator": {"study_longhealth"},  # the one over vLLM
+    "teacher.context_tokens": PROMPTED | RSA,
     "teacher.context": PROMPTED,
     "teacher.retrieved": set(),
     "teacher.top_k_of": PROMPTED,
@@ -64,7 +65,8 @@ READ: dict[str, set[str]] = {
     "objective.sdpo": {"judged_rows", "desk", "environment"},
     "objective.alpha_warmup_steps": {"judged_rows", "desk", "environment"},
     "objective.dpo": {"desk"},
-    "objective.balance_every": set(RUNS),
+    "objective.balance": {"judged_rows", "desk", "environment"},
+    "objective.balance_every": {"judged_rows", "desk", "environment"},
     "train.warm_start": PROMPTED | EPISODES,
     "train.mix": PROMPTED,
     "train.compose": PROMPTED,
