@@ -44,15 +44,11 @@ def _entry(known: SpecKey) -> list[TableSection]:
     about = [
         ("type", known.type),
         ("default", known.default),
-        ("meaning", _meaning(known)),
+        ("meaning", known.meaning),
         ("in", where),
     ]
     if known.section is None:
         return [facts(known.key, about)]
     below = [k for k in _written(known.file) if k.key.rpartition(".")[0] == known.key]
-    rows = tuple((k.key, k.type, k.default, _meaning(k)) for k in below)
+    rows = tuple((k.key, k.type, k.default, k.meaning) for k in below)
     return [facts(known.key, about), TableSection("its keys", HEADS, rows)]
-
-
-def _meaning(known: SpecKey) -> str:
-    return " ".join((known.field.description or "").split())

@@ -25,7 +25,7 @@ from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.files import REPOSITORY
 from cartridge_forge.protocols.plugins import SHIPPED, optional
 from cartridge_forge.protocols.secrets import MARK, looks_secret
-from cartridge_forge.protocols.spec.base import JoinedSection, KnownNames, PathRule
+from cartridge_forge.protocols.spec.base import JoinedSection, KnownNames, PathRule, ReadWith
 from cartridge_forge.protocols.spec.learn import LearnSpec
 from cartridge_forge.protocols.spec.mesh import MeshSpec
 
@@ -130,6 +130,13 @@ class SpecKey:
         return ", ".join([text, *bounds])
 
     @property
+    def meaning(self) -> str:
+        """Return the description in a line, and what the key is read with."""
+        marks = [mark for mark in self.field.metadata if isinstance(mark, ReadWith)]
+        read = [f"read with {f'{mark.key} {values_text(mark)}'.rstrip()}" for mark in marks]
+        return "; ".join([" ".join((self.field.description or "").split()), *read])
+
+    @property
     def default(self) -> str:
         """Return the default as YAML has it, or that there is none."""
         if self.field.is_required():
@@ -137,6 +144,12 @@ class SpecKey:
         value = self.field.get_default(call_default_factory=True, validated_data={})
         of_keys = isinstance(value, BaseModel) or names_of(self.field) is not None
         return "those of its keys" if of_keys else show(value)
+
+
+def values_text(mark: ReadWith) -> str:
+    """Return the values with which a key is read: `clinic, desk or handbook`; "" for any."""
+    *first, last = ["null" if v is None else str(v) for v in mark.values] or [""]
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def spec_keys(file: SpecFile) -> Iterator[SpecKey]:

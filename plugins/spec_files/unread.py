@@ -25,7 +25,7 @@ from cartridge_forge.plugins.spec_files.errors import (
     place_of,
     written_key,
 )
-from cartridge_forge.plugins.spec_files.keys import may_hold_secret
+from cartridge_forge.plugins.spec_files.keys import may_hold_secret, values_text
 from cartridge_forge.plugins.spec_files.yaml_source import Key, SourceLocation, show
 from cartridge_forge.protocols.secrets import HIDDEN
 from cartridge_forge.protocols.spec.base import ReadWith
@@ -45,9 +45,7 @@ class Unmet:
 
     @property
     def rule(self) -> str:
-        *first, last = ["null" if v is None else str(v) for v in self.mark.values] or [""]
-        values = f"{', '.join(first)} or {last}" if first else last
-        chosen = f"{dotted(self.key)} {values}".rstrip()
+        chosen = f"{dotted(self.key)} {values_text(self.mark)}".rstrip()
         got = self.got if isinstance(self.got, str) else show(self.got)
         return f"is read with {chosen} alone, and {dotted(self.key)} is {got}"
 

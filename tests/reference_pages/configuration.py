@@ -43,8 +43,7 @@ def _file(file: SpecFile) -> Iterator[str]:
 def _row(known: SpecKey) -> tuple[str, str, str, str]:
     default = "required" if known.field.is_required() else known.default
     plain = default in ("required", "those of its keys")
-    about = known.field.description or ""
-    return code(known.key), known.type, default if plain else code(default), about
+    return code(known.key), known.type, default if plain else code(default), known.meaning
 
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -70,5 +70,5 @@ def test_too_many_to_be_read_at_once_are_refused() -> None:
     spec = learn("teacher.context=retrieved", "teacher.retrieved=3")
     with pytest.raises(DataError, match=r"3 retrieved contexts of cartridge all take up to 12,000"):
         context_choice(spec, layout, TEXTS, long)
-    with pytest.raises(SpecError, match=r"belongs to teacher\.context retrieved alone"):
+    with pytest.raises(SpecError, match=r"is read with teacher\.context retrieved alone"):
         learn("teacher.retrieved=3")
