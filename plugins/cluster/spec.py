@@ -123,10 +123,10 @@ class ClusterHosts(HostsSpec):
     """Add pods and nodes of a job to `hosts`."""
 
     kubernetes: Annotated[KubernetesSpec | None, ReadWith("kind", ("kubernetes",))] = Field(
-        default=None, description="with kind kubernetes"
+        default=None, description="pods of MonarchMeshes"
     )
     slurm: Annotated[SlurmSpec | None, ReadWith("kind", ("slurm",))] = Field(
-        default=None, description="with kind slurm"
+        default=None, description="nodes of a job"
     )
 
 

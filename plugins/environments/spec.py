@@ -49,7 +49,7 @@ class EnvironmentSpec(SpecSection):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
         description="the environment in records, and its cartridge; null: its kind",
     )
-    weight: float = Field(
+    weight: Annotated[float, ReadWith("episodes.environments")] = Field(
         default=1.0, gt=0, description="share of the tasks, beside the weights of the others"
     )
     url: str | None = Field(
@@ -210,7 +210,7 @@ class ProblemsSpec(SpecSection):
         description="turns of a taskset of verifiers: each line of a candidate is one, in order; "
         "1: the whole candidate is the only turn",
     )
-    timeout_s: float = Field(
+    timeout_s: Annotated[float, BY_NUMBER] = Field(
         default=20.0, gt=0, description="seconds that one candidate's judgement may take"
     )
 
