@@ -45,9 +45,10 @@ def yaml_keys(text: str) -> set[str]:
 
 
 def names_in(text: str) -> set[str]:
-    """Return the dotted keys that a guide names, its words of code, and the keys of its YAML."""
+    """Return the dotted keys that a guide names, the words that it gives a value in code, and the
+    keys of its YAML. A word of code alone may be another's name."""
     names = set(re.findall(r"(?<![\w./-])[a-z_]\w*(?:\.\w+)+", text))
-    names |= set(re.findall(r"`([a-z_]\w*)`", text))
+    names |= set(re.findall(r"`([a-z_]\w*)[:=][^`\n]*`", text))
     for _, block in BLOCK.findall(text):
         names |= yaml_keys(dedent(block))
     return names
@@ -90,7 +91,7 @@ def unused_keys() -> dict[str, str]:
 
 
 def test_what_counts_as_a_use() -> None:
-    guide = """Set `spares`, train.lr or x/evaluate.arms.
+    guide = """Set `spares: 1`, `plane`, train.lr or x/evaluate.arms.
     ```yaml title="a.yaml"
     roles: {generator: {threads: 2}}
     set: {loss.beta: 1}
