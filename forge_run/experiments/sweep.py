@@ -73,7 +73,7 @@ def planned(
     for seed in range(sweep.first_seed, sweep.first_seed + (seeds or sweep.seeds)):
         for point in sweep.points():
             for variant in sweep.variants:
-                arms_and_seed = {"evaluate.arms": list(variant.arms)}
+                arms_and_seed: dict[str, Any] = {"evaluate.arms": list(variant.arms)}
                 arms_and_seed |= dict.fromkeys(sweep.seed_keys, seed)
                 keys: dict[str, Any] = {}
                 for layer in (sweep.set, variant.set, point, arms_and_seed):

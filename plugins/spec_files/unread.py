@@ -27,10 +27,13 @@ from cartridge_forge.plugins.spec_files.errors import (
 )
 from cartridge_forge.plugins.spec_files.keys import may_hold_secret, values_text
 from cartridge_forge.plugins.spec_files.yaml_source import Key, SourceLocation, show
+from cartridge_forge.protocols.plugins import SHIPPED
 from cartridge_forge.protocols.secrets import HIDDEN
 from cartridge_forge.protocols.spec.base import ReadWith
 
 Section = TypeVar("Section", bound=BaseModel)
+# Which keys of the others' a recipe of another package reads is not known: all may be given.
+SHIPPED_RECIPES = {name for plugin in SHIPPED for name in plugin.recipes}
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,20 @@ def without_unread(
 ) -> tuple[Section, list[SpecProblem]]:
     """Return the spec with the default of each key that is not read with what the other keys
     choose, and a problem for each that must not stand there; without `places` there is none."""
-    order = {key: number for number, key in enumerate(places or ())}  # as it was written
+    unread = list(_set_in_vain(root, root, (), ()))
+    problems = [] if places is None else list(_problems(root, unread, places))
+    return _with_defaults(root, [key for key, _, _ in unread]), problems
+
+
+def _problems(
+    root: BaseModel,
+    unread: Sequence[tuple[Key, Any, tuple[Unmet, ...]]],
+    places: Mapping[Key, SourceLocation],
+) -> Iterator[SpecProblem]:
+    """Yield a problem for each key that is not read, but where what chooses was written later."""
+    order = {key: number for number, key in enumerate(places)}  # as it was written
 
     def is_later(key: Key, than: Key) -> bool:
-        assert places is not None
         one, other = places[key], places[than]
         return order[key] > order[than] and not (one.line > 0 and one.source == other.source)
 
@@ -76,14 +89,12 @@ def without_unread(
         choices = (written_key(choice, order) for choice in keys)
         return any(choice and is_later(choice, written_key(key, order)) for choice in choices)
 
-    problems, unread = [], list(_set_in_vain(root, root, (), ()))
-    for key, value, conditions in unread if places is not None else ():
+    for key, value, conditions in unread:
         if not any(is_dropped(key, condition) for condition in conditions):
             condition, location = conditions[0], place_of(key, places)
             got = value.model_dump() if isinstance(value, BaseModel) else value
             got = HIDDEN if may_hold_secret(type(root), key) else got
-            problems.append(fault(condition.rule, got, location, key, condition.remedy))
-    return _with_defaults(root, [key for key, _, _ in unread]), problems
+            yield fault(condition.rule, got, location, key, condition.remedy)
 
 
 def _with_defaults(value: Any, keys: Sequence[Key]) -> Any:
@@ -151,6 +162,7 @@ def _unmet(root: BaseModel, section: BaseModel, key: Key, field: FieldInfo) -> I
         got = attrgetter(mark.key)(section if of_section else root)
         items = got if isinstance(got, tuple) else (got,)
         is_met = any(item in mark.values for item in items) if mark.values else bool(got)
+        is_met = is_met or (mark.key == "recipe" and got not in SHIPPED_RECIPES)
         if not is_met:
             owner, below = (section, key) if of_section else (root, ())
             for name in names[:-1]:

@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from cartridge_forge.plugins.rsa.spec import RsaLearn
 from cartridge_forge.plugins.spec_files.keys import CONFIG_FILE, section_in
 from cartridge_forge.plugins.spec_files.loading import load_resolved, load_spec
+from cartridge_forge.plugins.spec_files.unread import without_unread
 from cartridge_forge.plugins.spec_files.yaml_source import dump_yaml
 from cartridge_forge.protocols.errors import SpecError
 from cartridge_forge.protocols.spec.base import ReadWith
@@ -118,10 +119,11 @@ def values(field: FieldInfo) -> list[Any]:
         elif get_origin(kind) is dict:
             found += [{"prompt": "x"}]
         else:
-            found += {
+            plain: dict[Any, list[Any]] = {
                 bool: [True, False], int: [2 * steps[0]] if steps else [2, 3, 1],
                 float: [0.25, 2.0], str: ["x", "ascii"],
-            }.get(kind, [])  # fmt: skip
+            }  # fmt: skip
+            found += plain.get(kind, [])
     return [v for v in found if v != field.get_default(call_default_factory=True)]
 
 
@@ -265,6 +267,22 @@ def test_a_section_in_a_list_is_judged_by_its_own_keys() -> None:
         "rubric is read with reward[2].verifier judge alone, and reward[2].verifier is math: got "
         f"'r' at --set {rewards} (reward[2].rubric); remove it, or set reward[2].verifier: judge"
     )
+
+
+class OtherLearn(RsaLearn):
+    """A config of another package's recipe."""
+
+    @property
+    def recipe(self) -> str:
+        return "of_another_package"
+
+
+def test_a_recipe_of_another_package_may_read_what_ours_do() -> None:
+    learn = rsa_learn("longhealth", "rollout.kinds=[recite]", "teacher.context_tokens=99")
+    written = learn.model_dump(mode="json", by_alias=True)
+    assert without_unread(OtherLearn.model_validate(written))[0].model_dump() == learn.model_dump()
+    written["generator"]["kv_gib"] = 2.0  # other marks hold
+    assert without_unread(OtherLearn.model_validate(written))[0].generator.kv_gib == 1.0
 
 
 @pytest.mark.parametrize("run", RUNS)
