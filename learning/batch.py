@@ -13,8 +13,8 @@ means the same token for both, wherever it lies.
 
 With a vocabulary of 128K the logits of one token take half a megabyte, and those of a batch more
 than its model. The losses need a few numbers per token. Logits are therefore computed for a chunk
-of tokens, read, dropped, and computed again in the backward pass. This costs one more projection,
-and memory of a few times a chunk's.
+of tokens, read and dropped. The gradients of what was read by the hidden states are formed at once,
+so the backward pass forms no logits again. Memory is a few times a chunk's.
 
 Dimensions: N tokens of a forward pass, n of them read, S sequences, C prefixes of P_c tokens each,
 V the vocabulary.
@@ -26,14 +26,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from cartridge_forge.learning.attention import FlatAttention
 from cartridge_forge.learning.decoder import LanguageModel, recomputing
@@ -330,8 +329,8 @@ def sampled_tokens(
 
 LOGIT_BYTES = 4  # float32
 VALUE_BYTES = 2**24  # of logits whose exponentials exist at a time in `token_values`
-# Computes [n] tensors from n tokens' logits [n, V]. The slice gives their place among the tokens
-# that are read.
+# Computes [n] tensors from n tokens' logits [n, V], each number from its own token's logits. The
+# slice gives their place among the tokens that are read.
 Reader = Callable[[Tensor, slice], tuple[Tensor, ...]]
 
 
@@ -528,9 +527,8 @@ class ChunkedLogits:
         return self.project(self.hidden)
 
     def read(self, rows: slice | Tensor, reader: Reader) -> tuple[Tensor, ...]:
-        """Return what `reader` computes for the tokens `rows`, in their order. A reader is called
-        once for each chunk, and again in the backward pass: it must be deterministic and have no
-        side effects."""
+        """Return what `reader` computes for the tokens `rows`, in their order, with gradient by
+        their hidden states alone. A reader is called once for each chunk."""
         if self.chunk is None or len(self.hidden) <= self.chunk:
             logits = self.logits[rows]
             return reader(logits, slice(0, len(logits)))
@@ -543,12 +541,13 @@ class ChunkedLogits:
                 self._note(places[span], logits)
             return reader(logits, span)
 
+        read: Any = one
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            read = partial(_ReadChunk.apply, one)
         parts = []
         for start in range(0, max(len(hidden), 1), self.chunk):  # no tokens: one empty chunk
             span = slice(start, min(start + self.chunk, len(hidden)))
-            parts.append(
-                checkpoint(one, hidden[span], span, use_reentrant=False, preserve_rng_state=False)
-            )
+            parts.append(read(hidden[span], span))
         return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
     def observed(self) -> Tensor:
@@ -573,7 +572,7 @@ class ChunkedLogits:
 
     def _note(self, places: Tensor, logits: Tensor) -> None:
         """Note the log-probabilities of the tokens `places` [n] from their logits [n, V], unless
-        they are noted: a backward pass computes the logits again."""
+        they are noted."""
         values, noted = self._noted
         if not noted[places].all():
             values[places.to(values.device)] = token_values(logits, self.targets[places])
@@ -590,6 +589,33 @@ class ChunkedLogits:
         start = max(start for start in self._logprobs if start <= first)
         moved = slice(at.start - start, at.stop - start) if isinstance(at, slice) else at - start
         return self._logprobs[start][moved]
+
+
+class _ReadChunk(torch.autograd.Function):
+    """Read a chunk, and keep the gradients of the outputs [n] by its hidden states [n, width]."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Reader, hidden: Tensor, span: slice) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # an output that no loss reads has none
+        with torch.enable_grad():
+            outputs = one(leaf := hidden.detach().requires_grad_(), span)
+            ctx.slopes = [
+                torch.autograd.grad(x.sum(), leaf, retain_graph=True)[0]
+                if x.requires_grad
+                else None
+                for x in outputs
+            ]
+        values = tuple(x.detach() for x in outputs)
+        ctx.mark_non_differentiable(
+            *(x for x, slope in zip(values, ctx.slopes, strict=True) if slope is None)
+        )
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, Tensor | None, None]:
+        pairs = zip(grads, ctx.slopes, strict=True)
+        parts = [grad[:, None] * slope for grad, slope in pairs if grad is not None]
+        return None, sum(parts[1:], parts[0]) if parts else None, None
 
 
 def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:

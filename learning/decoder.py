@@ -519,6 +519,9 @@ def pair_frequencies(
 # trainer whose batches differ in length grew by 60 MB a step (docs/log.md, 2026-11-27).
 PADDED_TO = 32
 PACKED_FOR = 16  # rows
+# What multiplies gradients by weights in float32, kept with a run. With AVX2 MKL is the faster one
+# (benchmarks/kernels.json), with AVX-512 oneDNN.
+BACKWARD = {"float32": "mkl" if torch.backends.cpu.get_cpu_capability() == "AVX2" else "onednn"}
 # Its products have no autograd of their own.
 _ONEDNN: Any = torch.ops.mkldnn if torch._C._has_mkldnn else None
 SMALLEST = {torch.float32: 1 << 19}  # numbers of a weight for oneDNN
@@ -531,15 +534,12 @@ def linear(
 ) -> Tensor:
     """Return x [n, in] @ weight.T + bias, [n, out], as `torch.nn.functional.linear` does. Without
     a gradient it reads the weight as `packed`, where that is given. The weight has no gradient."""
-    if not _is_multiplied(weight) or not (rows := x.shape[0]):
+    if not _is_multiplied(weight) or not x.shape[0]:
         return F.linear(x, weight, bias)
-    if rows > PADDED_TO and rows % PADDED_TO:
-        x = F.pad(x, (0, 0, 0, -rows % PADDED_TO))
     if torch.is_grad_enabled() and x.requires_grad:
         product: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]  # torch's
-    else:
-        product = _product(x, weight if packed is None else packed, bias)
-    return product[:rows]
+        return product
+    return _product(x, weight if packed is None else packed, bias)
 
 
 def packed(weight: Tensor) -> Tensor | None:
@@ -560,8 +560,10 @@ def _is_multiplied(weight: Tensor) -> bool:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if (rows := x.shape[0]) > PADDED_TO and rows % PADDED_TO:
+        x = F.pad(x, (0, 0, 0, -rows % PADDED_TO))
     product: Tensor = _ONEDNN._linear_pointwise(x, weight, bias, "none", [], "")
-    return product
+    return product[:rows]
 
 
 class _Linear(torch.autograd.Function):
@@ -573,4 +575,6 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (weight,) = ctx.saved_tensors
+        if grad.dtype == torch.float32 and BACKWARD["float32"] == "mkl":
+            return grad @ weight, None, None
         return _product(grad.contiguous(), weight.t(), None), None, None
