@@ -13,8 +13,7 @@ means the same token for both, wherever it lies.
 
 With a vocabulary of 128K the logits of one token take half a megabyte, and those of a batch more
 than its model. The losses need a few numbers per token. Logits are therefore computed for a chunk
-of tokens, read and dropped. The gradients of what was read by the hidden states are formed at once,
-so the backward pass forms no logits again. Memory is a few times a chunk's.
+of tokens, read for numbers and their gradients, and dropped. It takes a few times a chunk's memory.
 
 Dimensions: N tokens of a forward pass, n of them read, S sequences, C prefixes of P_c tokens each,
 V the vocabulary.
@@ -461,8 +460,7 @@ def check_ids(samples: Iterable[Sample], model: LanguageModel) -> None:
 
 
 def _one_token(name: str, position: int) -> PackedTokens:
-    none = torch.zeros(0, dtype=torch.long)
-    one = torch.zeros(1, dtype=torch.long)
+    none, one = (torch.zeros(n, dtype=torch.long) for n in (0, 1))
     return PackedTokens((name,), (1,), (1,), one, one + position, none, none)
 
 
@@ -541,9 +539,8 @@ class ChunkedLogits:
                 self._note(places[span], logits)
             return reader(logits, span)
 
-        read: Any = one
-        if torch.is_grad_enabled() and hidden.requires_grad:
-            read = partial(_ReadChunk.apply, one)
+        graph = torch.is_grad_enabled() and hidden.requires_grad
+        read: Any = partial(_ReadChunk.apply, one) if graph else one
         parts = []
         for start in range(0, max(len(hidden), 1), self.chunk):  # no tokens: one empty chunk
             span = slice(start, min(start + self.chunk, len(hidden)))
@@ -566,13 +563,11 @@ class ChunkedLogits:
     @cached_property
     def _noted(self) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities [N] noted so far, and which they are."""
-        tokens = len(self.hidden)
-        values = torch.zeros(tokens, device=self.hidden.device)
-        return values, torch.zeros(tokens, dtype=torch.bool)
+        values = torch.zeros(len(self.hidden), device=self.hidden.device)
+        return values, torch.zeros(len(values), dtype=torch.bool)
 
     def _note(self, places: Tensor, logits: Tensor) -> None:
-        """Note the log-probabilities of the tokens `places` [n] from their logits [n, V], unless
-        they are noted."""
+        """Note the log-probabilities of the tokens `places` [n] from logits [n, V], once."""
         values, noted = self._noted
         if not noted[places].all():
             values[places.to(values.device)] = token_values(logits, self.targets[places])
@@ -600,15 +595,12 @@ class _ReadChunk(torch.autograd.Function):
         with torch.enable_grad():
             outputs = one(leaf := hidden.detach().requires_grad_(), span)
             ctx.slopes = [
-                torch.autograd.grad(x.sum(), leaf, retain_graph=True)[0]
-                if x.requires_grad
-                else None
+                torch.autograd.grad(x.sum(), leaf, retain_graph=True)[0] if x.requires_grad else x
                 for x in outputs
-            ]
+            ]  # a number without gradient stands for itself, and is given none
         values = tuple(x.detach() for x in outputs)
-        ctx.mark_non_differentiable(
-            *(x for x, slope in zip(values, ctx.slopes, strict=True) if slope is None)
-        )
+        rest = [value for value, x in zip(values, outputs, strict=True) if not x.requires_grad]
+        ctx.mark_non_differentiable(*rest)
         return values
 
     @staticmethod

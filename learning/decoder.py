@@ -239,16 +239,14 @@ class DecoderLayer(nn.Module):
 
     def pack(self) -> None:
         """Keep the projections packed for few rows as well."""
-        for name in PROJECTIONS:
-            self.packed[name] = packed(getattr(self, name))
+        self.packed = {name: packed(getattr(self, name)) for name in PROJECTIONS}
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, read: Tensor | None
     ) -> Tensor:
         """Return the layer's output [M, width] of the tokens `read` of x [N, width]; None: of all.
         `cos` and `sin` [N, 1, D] are of the tokens' positions."""
-        config, size = self.config, self.config.head_dim
-        ranks = self.tensor
+        config, size, ranks = self.config, self.config.head_dim, self.tensor
         parts = 1 if ranks is None else ranks.size
         heads, kv_heads = config.heads // parts, config.kv_heads // parts
         normed = F.rms_norm(x, (config.hidden,), self.input_norm, config.eps)
@@ -519,8 +517,7 @@ def pair_frequencies(
 # trainer whose batches differ in length grew by 60 MB a step (docs/log.md, 2026-11-27).
 PADDED_TO = 32
 PACKED_FOR = 16  # rows
-# What multiplies gradients by weights in float32, kept with a run. With AVX2 MKL is the faster one
-# (benchmarks/kernels.json), with AVX-512 oneDNN.
+# Of gradients in float32, kept with a run: with AVX2 MKL is faster (benchmarks/kernels.json).
 BACKWARD = {"float32": "mkl" if torch.backends.cpu.get_cpu_capability() == "AVX2" else "onednn"}
 # Its products have no autograd of their own.
 _ONEDNN: Any = torch.ops.mkldnn if torch._C._has_mkldnn else None
