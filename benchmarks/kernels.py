@@ -79,11 +79,11 @@ def _weights(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 def chunked(call: Callable[..., Part], bound: int, *inputs: Any) -> Part:
     """Return what CHUNKED computes with at most `bound` bytes of scores at a time."""
-    before, attention.SCORE_BYTES = attention.SCORE_BYTES, bound
+    before, attention.CACHED_BYTES = attention.CACHED_BYTES, bound
     try:
         return call(*inputs)
     finally:
-        attention.SCORE_BYTES = before
+        attention.CACHED_BYTES = before
 
 
 def gradients_by_mkl(

@@ -389,6 +389,7 @@ class FlatAttention:
 
 
 SCORE_BYTES = 256 * 2**20  # of the scores that CHUNKED forms at a time, float32
+CACHED_BYTES = 4 * 2**20  # on a CPU, whose caches hold them: benchmarks/kernels.json
 UNSEEN = -1e30  # added to a hidden score; finite, so that a query may see nothing of one part
 _FLASH: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -551,9 +552,9 @@ def kernel_for(q: Tensor) -> Kernel:
 def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
     """Yield slices of the queries whose scores take at most SCORE_BYTES together."""
     rows, heads, queries, _ = q.shape
-    most = max(1, SCORE_BYTES // (4 * rows * heads * max(1, k.shape[2])))
-    for start in range(0, queries, most):
-        yield slice(start, min(start + most, queries))
+    size = min(SCORE_BYTES, CACHED_BYTES) if q.device.type == "cpu" else SCORE_BYTES
+    most = max(1, size // (4 * rows * heads * max(1, k.shape[2])))
+    yield from (slice(a, min(a + most, queries)) for a in range(0, queries, most))
 
 
 def _scores(

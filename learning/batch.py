@@ -541,10 +541,9 @@ class ChunkedLogits:
 
         graph = torch.is_grad_enabled() and hidden.requires_grad
         read: Any = partial(_ReadChunk.apply, one) if graph else one
-        parts = []
-        for start in range(0, max(len(hidden), 1), self.chunk):  # no tokens: one empty chunk
-            span = slice(start, min(start + self.chunk, len(hidden)))
-            parts.append(read(hidden[span], span))
+        starts = range(0, max(len(hidden), 1), self.chunk)  # no tokens: one empty chunk
+        spans = [slice(a, min(a + self.chunk, len(hidden))) for a in starts]
+        parts = [read(hidden[span], span) for span in spans]
         return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
     def observed(self) -> Tensor:
