@@ -79,11 +79,11 @@ def _weights(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 def chunked(call: Callable[..., Part], bound: int, *inputs: Any) -> Part:
     """Return what CHUNKED computes with at most `bound` bytes of scores at a time."""
-    before, attention.CACHED_BYTES = attention.CACHED_BYTES, bound
+    default, attention.CACHED_BYTES = attention.CACHED_BYTES, bound
     try:
         return call(*inputs)
     finally:
-        attention.CACHED_BYTES = before
+        attention.CACHED_BYTES = default
 
 
 def gradients_by_mkl(
@@ -125,10 +125,10 @@ def in_turns(
     first = seconds[next(iter(sides))]
     return {
         name: {
-            "seconds": float(f"{statistics.median(of):.4g}"),
-            "ratio": round(median_ratio(of, first), 2), "off": float(f"{off[name]:.1e}"),
+            "seconds": float(f"{statistics.median(laps):.4g}"),
+            "ratio": round(median_ratio(laps, first), 2), "off": float(f"{off[name]:.1e}"),
         }
-        for name, of in seconds.items()
+        for name, laps in seconds.items()
     }  # fmt: skip
 
 
@@ -140,8 +140,8 @@ def attention_rows(queries: int, keys: int, gradients: bool, repeats: int) -> di
     k, v = (torch.randn(KV_HEADS, keys, SIZE, generator=draw) for _ in range(2))
     wide = [x.double().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
-        whole = (wide[0].reshape(KV_HEADS, -1, SIZE) * SCALE @ wide[1].mT).softmax(-1) @ wide[2]
-        exact: Sequence[Tensor] = [whole.view(q.shape)]
+        outputs = (wide[0].reshape(KV_HEADS, -1, SIZE) * SCALE @ wide[1].mT).softmax(-1) @ wide[2]
+        exact: Sequence[Tensor] = [outputs.view(q.shape)]
         if gradients:
             exact = torch.autograd.grad(exact[0], wide, grad.double())
     inputs: list[Any] = [q[None], k[None], v[None]]
@@ -177,27 +177,27 @@ def attention_rows(queries: int, keys: int, gradients: bool, repeats: int) -> di
 def product_rows(out: int, into: int, rows: int, repeats: int) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(0)
     weights = [torch.randn(out, into, generator=draw) for _ in range(COPIES)]
-    kept = [copy for weight in weights if (copy := packed(weight)) is not None]
+    copies = [copy for weight in weights if (copy := packed(weight)) is not None]
     x, grad = (torch.randn(rows, n, generator=draw) for n in (into, out))
-    found = {
+    sections = {
         "forward": in_turns(
             {
                 "mkl": lambda: [F.linear(x, weight) for weight in weights],
                 "onednn": lambda: [onednn(x, weight) for weight in weights],
-                **({"packed": lambda: [onednn(x, weight) for weight in kept]} if kept else {}),
+                **({"packed": lambda: [onednn(x, weight) for weight in copies]} if copies else {}),
             },
             [x.double() @ weight.double().T for weight in weights], repeats,
         )
     }  # fmt: skip
     if rows > 12:
-        found["backward"] = in_turns(
+        sections["backward"] = in_turns(
             {
                 "mkl": lambda: [grad @ weight for weight in weights],
                 "onednn": lambda: [onednn(grad, weight.T) for weight in weights],
             },
             [grad.double() @ weight.double() for weight in weights], repeats,
         )  # fmt: skip
-    return found
+    return sections
 
 
 @torch.no_grad()
@@ -212,8 +212,8 @@ def measure(options: argparse.Namespace) -> tuple[Mapping[str, float], Any]:
         )
     for name, (out, into) in WEIGHTS.items():
         for rows in ROWS[: 3 if options.quick else None]:
-            found = product_rows(out, into, rows, options.repeats)
-            results |= {f"{name}, {rows} rows, {way}": of for way, of in found.items()}
+            sections = product_rows(out, into, rows, options.repeats)
+            results |= {f"{name}, {rows} rows, {key}": row for key, row in sections.items()}
     ratios = {
         f"{row}, {side}": one["ratio"]
         for row, sides in results.items() if isinstance(sides, dict)

@@ -200,11 +200,11 @@ def over_prefixes(
             continue
         keys, values = kv[:, None].unbind()
         part, hidden = queries[:, :, first:stop], mask(c, kv)
-        asking = _grouped(part, keys) if grouped else part  # [1, H_kv, H_q / H_kv x n, D], or part
+        shared = _grouped(part, keys) if grouped else part  # [1, H_kv, H_q / H_kv x n, D], or part
         if hidden is not None and grouped:
-            hidden = hidden.repeat(1, 1, asking.shape[2] // part.shape[2], 1)
+            hidden = hidden.repeat(1, 1, shared.shape[2] // part.shape[2], 1)
         read, part_sums = kernel.forward(
-            asking, keys, values, hidden, False, options.scale, options.cap
+            shared, keys, values, hidden, False, options.scale, options.cap
         )
         read, part_sums = _as_heads(read, part), part_sums.reshape(part.shape[:3])
         parts.append((read[0].transpose(0, 1), part_sums[0].transpose(0, 1)))
@@ -307,9 +307,9 @@ class _PartedAttention(torch.autograd.Function):
             grads = [*_own_gradients(grad, q, k, v, out, sums, layout, options)]
         of_prefixes: list[Tensor | None] = []
         for c, ((first, stop), kv) in enumerate(zip(layout.spans, prefixes, strict=True)):
-            learns = ctx.needs_input_grad[5 + c]
-            if first == stop or not kv.shape[2] or (grads[0] is None and not learns):
-                of_prefixes.append(torch.zeros_like(kv) if learns else None)
+            trained = ctx.needs_input_grad[5 + c]
+            if first == stop or not kv.shape[2] or (grads[0] is None and not trained):
+                of_prefixes.append(torch.zeros_like(kv) if trained else None)
                 continue
             span = slice(first, stop)
             queries, part_grad, read, total = (

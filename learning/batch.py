@@ -598,8 +598,8 @@ class _ReadChunk(torch.autograd.Function):
                 for x in outputs
             ]  # a number without gradient stands for itself, and is given none
         values = tuple(x.detach() for x in outputs)
-        rest = [value for value, x in zip(values, outputs, strict=True) if not x.requires_grad]
-        ctx.mark_non_differentiable(*rest)
+        constants = [value for value, x in zip(values, outputs, strict=True) if not x.requires_grad]
+        ctx.mark_non_differentiable(*constants)
         return values
 
     @staticmethod
