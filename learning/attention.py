@@ -200,18 +200,13 @@ def over_prefixes(
             continue
         keys, values = kv[:, None].unbind()
         part, hidden = queries[:, :, first:stop], mask(c, kv)
-        if grouped:
-            shared = _grouped(part, keys)  # [1, H_kv, H_q / H_kv x n, D]
-            if hidden is not None:
-                hidden = hidden.repeat(1, 1, shared.shape[2] // part.shape[2], 1)
-            read, part_sums = kernel.forward(
-                shared, keys, values, hidden, False, options.scale, options.cap
-            )
-            read, part_sums = _as_heads(read, part), part_sums.reshape(part.shape[:3])
-        else:
-            read, part_sums = kernel.forward(
-                part, keys, values, hidden, False, options.scale, options.cap
-            )
+        shared = _grouped(part, keys) if grouped else part  # [1, H_kv, H_q / H_kv x n, D], or part
+        if hidden is not None and grouped:
+            hidden = hidden.repeat(1, 1, shared.shape[2] // part.shape[2], 1)
+        read, part_sums = kernel.forward(
+            shared, keys, values, hidden, False, options.scale, options.cap
+        )
+        read, part_sums = _as_heads(read, part), part_sums.reshape(part.shape[:3])
         parts.append((read[0].transpose(0, 1), part_sums[0].transpose(0, 1)))
     read, read_sums = (torch.cat(x) for x in zip(*parts, strict=True))
     total = torch.logaddexp(sums, read_sums)
@@ -249,10 +244,8 @@ def _own_mask(
         return None, True
     kind = (id(block), window, chunk)
     if kind not in layout.masks:
-        query_tokens = layout.tokens[block.queries].view(rows, most, 1)
-        distances = query_tokens - (
-            block.begins + torch.arange(longest, device=query_tokens.device)
-        )
+        keys = block.begins + torch.arange(longest, device=block.begins.device)
+        distances = layout.tokens[block.queries].view(rows, most, 1) - keys
         hidden = distances < 0
         if options.limit:
             at = layout.positions[block.queries].view(rows, most, 1)
@@ -265,8 +258,6 @@ def _prefix_mask(
     layout: Layout, c: int, kv: Tensor, options: AttentionOptions, dtype: torch.dtype
 ) -> Tensor | None:
     """Return what is added to the scores of prefix c's queries, None where they see all of it."""
-    if options.limit is None:
-        return None
     kind = (c, options.window, options.chunk)
     if kind not in layout.masks:
         first, stop = layout.spans[c]
@@ -298,10 +289,9 @@ class _PartedAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: AttentionOptions,
         *prefixes: Tensor,
     ) -> Tensor:  # fmt: skip
-        kernel = kernel_for(q)
         out, sums = over_own(q, k, v, layout, options)
         out, sums = over_prefixes(
-            kernel, q, out, sums, layout.spans, prefixes, options,
+            kernel_for(q), q, out, sums, layout.spans, prefixes, options,
             lambda c, kv: _prefix_mask(layout, c, kv, options, q.dtype),
         )  # fmt: skip  # [M, H_q, D], [M, H_q]
         ctx.save_for_backward(q, k, v, out, sums, *prefixes)
@@ -317,11 +307,9 @@ class _PartedAttention(torch.autograd.Function):
             grads = [*_own_gradients(grad, q, k, v, out, sums, layout, options)]
         of_prefixes: list[Tensor | None] = []
         for c, ((first, stop), kv) in enumerate(zip(layout.spans, prefixes, strict=True)):
-            if first == stop or not kv.shape[2]:
-                of_prefixes.append(torch.zeros_like(kv) if ctx.needs_input_grad[5 + c] else None)
-                continue
-            if grads[0] is None and not ctx.needs_input_grad[5 + c]:
-                of_prefixes.append(None)
+            trained = ctx.needs_input_grad[5 + c]
+            if first == stop or not kv.shape[2] or (grads[0] is None and not trained):
+                of_prefixes.append(torch.zeros_like(kv) if trained else None)
                 continue
             span = slice(first, stop)
             queries, part_grad, read, total = (
@@ -401,6 +389,7 @@ class FlatAttention:
 
 
 SCORE_BYTES = 256 * 2**20  # of the scores that CHUNKED forms at a time, float32
+CACHED_BYTES = 4 * 2**20  # on a CPU, whose caches hold them: benchmarks/kernels.json
 UNSEEN = -1e30  # added to a hidden score; finite, so that a query may see nothing of one part
 _FLASH: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -417,7 +406,7 @@ class Kernel(Protocol):
 
     def stored_type(self, dtype: torch.dtype) -> torch.dtype:
         """Return the type in which keys and values of `dtype` are kept that are read many times."""
-        ...
+        return dtype
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float,
@@ -436,7 +425,7 @@ class Kernel(Protocol):
         ...
 
 
-class _Flash:
+class _Flash(Kernel):
     """Computes narrow numbers in float32: the kernel rounds each part's outputs to theirs, before
     parts are joined, which moved single log-probabilities by up to 0.18 nats in bfloat16."""
 
@@ -467,11 +456,8 @@ class _Flash:
         return by_query.to(q.dtype), by_key.to(k.dtype), by_value.to(v.dtype)
 
 
-class _Chunked:
+class _Chunked(Kernel):
     """Outputs are float32, so that parts are joined before they are rounded."""
-
-    def stored_type(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float,
@@ -508,12 +494,9 @@ class _Chunked:
         return torch.cat(by_query, 2), by_key.to(k.dtype), by_value.to(v.dtype)
 
 
-class _CudaFlash:
+class _CudaFlash(Kernel):
     """Rounds each part's outputs to the numbers' type before parts are joined. It has no masks and
     no cap, so a window, and the last layer's own part, are CHUNKED's."""
-
-    def stored_type(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float,
@@ -540,10 +523,8 @@ class _CudaFlash:
 
 
 def _is_for_cuda(q: Tensor, mask: Tensor | None, cap: float | None) -> bool:
-    size = q.shape[3]
-    return (
-        mask is None and cap is None and q.dtype in NARROW and size <= CUDA_SIZE and size % 8 == 0
-    )
+    fits = q.shape[3] <= CUDA_SIZE and q.shape[3] % 8 == 0
+    return mask is None and cap is None and q.dtype in NARROW and fits
 
 
 @contextmanager
@@ -560,8 +541,6 @@ def _deterministic() -> Iterator[None]:
 FLASH: Kernel = _Flash()
 CUDA_FLASH: Kernel = _CudaFlash()
 CHUNKED: Kernel = _Chunked()
-
-
 _KERNELS = {"cpu": FLASH, "cuda": CUDA_FLASH}
 
 
@@ -573,9 +552,9 @@ def kernel_for(q: Tensor) -> Kernel:
 def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
     """Yield slices of the queries whose scores take at most SCORE_BYTES together."""
     rows, heads, queries, _ = q.shape
-    most = max(1, SCORE_BYTES // (4 * rows * heads * max(1, k.shape[2])))
-    for start in range(0, queries, most):
-        yield slice(start, min(start + most, queries))
+    size = min(SCORE_BYTES, CACHED_BYTES) if q.device.type == "cpu" else SCORE_BYTES
+    most = max(1, size // (4 * rows * heads * max(1, k.shape[2])))
+    yield from (slice(a, min(a + most, queries)) for a in range(0, queries, most))
 
 
 def _scores(

@@ -13,8 +13,7 @@ means the same token for both, wherever it lies.
 
 With a vocabulary of 128K the logits of one token take half a megabyte, and those of a batch more
 than its model. The losses need a few numbers per token. Logits are therefore computed for a chunk
-of tokens, read, dropped, and computed again in the backward pass. This costs one more projection,
-and memory of a few times a chunk's.
+of tokens, read for numbers and their gradients, and dropped. It takes a few times a chunk's memory.
 
 Dimensions: N tokens of a forward pass, n of them read, S sequences, C prefixes of P_c tokens each,
 V the vocabulary.
@@ -26,14 +25,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from cartridge_forge.learning.attention import FlatAttention
 from cartridge_forge.learning.decoder import LanguageModel, recomputing
@@ -330,8 +328,8 @@ def sampled_tokens(
 
 LOGIT_BYTES = 4  # float32
 VALUE_BYTES = 2**24  # of logits whose exponentials exist at a time in `token_values`
-# Computes [n] tensors from n tokens' logits [n, V]. The slice gives their place among the tokens
-# that are read.
+# Computes [n] tensors from n tokens' logits [n, V], each number from its own token's logits. The
+# slice gives their place among the tokens that are read.
 Reader = Callable[[Tensor, slice], tuple[Tensor, ...]]
 
 
@@ -462,8 +460,7 @@ def check_ids(samples: Iterable[Sample], model: LanguageModel) -> None:
 
 
 def _one_token(name: str, position: int) -> PackedTokens:
-    none = torch.zeros(0, dtype=torch.long)
-    one = torch.zeros(1, dtype=torch.long)
+    none, one = (torch.zeros(n, dtype=torch.long) for n in (0, 1))
     return PackedTokens((name,), (1,), (1,), one, one + position, none, none)
 
 
@@ -528,9 +525,8 @@ class ChunkedLogits:
         return self.project(self.hidden)
 
     def read(self, rows: slice | Tensor, reader: Reader) -> tuple[Tensor, ...]:
-        """Return what `reader` computes for the tokens `rows`, in their order. A reader is called
-        once for each chunk, and again in the backward pass: it must be deterministic and have no
-        side effects."""
+        """Return what `reader` computes for the tokens `rows`, in their order, with gradient by
+        their hidden states alone. A reader is called once for each chunk."""
         if self.chunk is None or len(self.hidden) <= self.chunk:
             logits = self.logits[rows]
             return reader(logits, slice(0, len(logits)))
@@ -543,12 +539,11 @@ class ChunkedLogits:
                 self._note(places[span], logits)
             return reader(logits, span)
 
-        parts = []
-        for start in range(0, max(len(hidden), 1), self.chunk):  # no tokens: one empty chunk
-            span = slice(start, min(start + self.chunk, len(hidden)))
-            parts.append(
-                checkpoint(one, hidden[span], span, use_reentrant=False, preserve_rng_state=False)
-            )
+        graph = torch.is_grad_enabled() and hidden.requires_grad
+        read: Any = partial(_ReadChunk.apply, one) if graph else one
+        starts = range(0, max(len(hidden), 1), self.chunk)  # no tokens: one empty chunk
+        spans = [slice(a, min(a + self.chunk, len(hidden))) for a in starts]
+        parts = [read(hidden[span], span) for span in spans]
         return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
     def observed(self) -> Tensor:
@@ -567,13 +562,11 @@ class ChunkedLogits:
     @cached_property
     def _noted(self) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities [N] noted so far, and which they are."""
-        tokens = len(self.hidden)
-        values = torch.zeros(tokens, device=self.hidden.device)
-        return values, torch.zeros(tokens, dtype=torch.bool)
+        values = torch.zeros(len(self.hidden), device=self.hidden.device)
+        return values, torch.zeros(len(values), dtype=torch.bool)
 
     def _note(self, places: Tensor, logits: Tensor) -> None:
-        """Note the log-probabilities of the tokens `places` [n] from their logits [n, V], unless
-        they are noted: a backward pass computes the logits again."""
+        """Note the log-probabilities of the tokens `places` [n] from logits [n, V], once."""
         values, noted = self._noted
         if not noted[places].all():
             values[places.to(values.device)] = token_values(logits, self.targets[places])
@@ -590,6 +583,30 @@ class ChunkedLogits:
         start = max(start for start in self._logprobs if start <= first)
         moved = slice(at.start - start, at.stop - start) if isinstance(at, slice) else at - start
         return self._logprobs[start][moved]
+
+
+class _ReadChunk(torch.autograd.Function):
+    """Read a chunk, and keep the gradients of the outputs [n] by its hidden states [n, width]."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Reader, hidden: Tensor, span: slice) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # an output that no loss reads has none
+        with torch.enable_grad():
+            outputs = one(leaf := hidden.detach().requires_grad_(), span)
+            ctx.slopes = [
+                torch.autograd.grad(x.sum(), leaf, retain_graph=True)[0] if x.requires_grad else x
+                for x in outputs
+            ]  # a number without gradient stands for itself, and is given none
+        values = tuple(x.detach() for x in outputs)
+        constants = [value for value, x in zip(values, outputs, strict=True) if not x.requires_grad]
+        ctx.mark_non_differentiable(*constants)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, Tensor | None, None]:
+        pairs = zip(grads, ctx.slopes, strict=True)
+        parts = [grad[:, None] * slope for grad, slope in pairs if grad is not None]
+        return None, sum(parts[1:], parts[0]) if parts else None, None
 
 
 def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:

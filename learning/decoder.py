@@ -239,16 +239,14 @@ class DecoderLayer(nn.Module):
 
     def pack(self) -> None:
         """Keep the projections packed for few rows as well."""
-        for name in PROJECTIONS:
-            self.packed[name] = packed(getattr(self, name))
+        self.packed = {name: packed(getattr(self, name)) for name in PROJECTIONS}
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, read: Tensor | None
     ) -> Tensor:
         """Return the layer's output [M, width] of the tokens `read` of x [N, width]; None: of all.
         `cos` and `sin` [N, 1, D] are of the tokens' positions."""
-        config, size = self.config, self.config.head_dim
-        ranks = self.tensor
+        config, size, ranks = self.config, self.config.head_dim, self.tensor
         parts = 1 if ranks is None else ranks.size
         heads, kv_heads = config.heads // parts, config.kv_heads // parts
         normed = F.rms_norm(x, (config.hidden,), self.input_norm, config.eps)
@@ -519,6 +517,8 @@ def pair_frequencies(
 # trainer whose batches differ in length grew by 60 MB a step (docs/log.md, 2026-11-27).
 PADDED_TO = 32
 PACKED_FOR = 16  # rows
+# Of gradients in float32, kept with a run: with AVX2 MKL is faster (benchmarks/kernels.json).
+BACKWARD = {"float32": "mkl" if torch.backends.cpu.get_cpu_capability() == "AVX2" else "onednn"}
 # Its products have no autograd of their own.
 _ONEDNN: Any = torch.ops.mkldnn if torch._C._has_mkldnn else None
 SMALLEST = {torch.float32: 1 << 19}  # numbers of a weight for oneDNN
@@ -531,15 +531,12 @@ def linear(
 ) -> Tensor:
     """Return x [n, in] @ weight.T + bias, [n, out], as `torch.nn.functional.linear` does. Without
     a gradient it reads the weight as `packed`, where that is given. The weight has no gradient."""
-    if not _is_multiplied(weight) or not (rows := x.shape[0]):
+    if not _is_multiplied(weight) or not x.shape[0]:
         return F.linear(x, weight, bias)
-    if rows > PADDED_TO and rows % PADDED_TO:
-        x = F.pad(x, (0, 0, 0, -rows % PADDED_TO))
     if torch.is_grad_enabled() and x.requires_grad:
         product: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]  # torch's
-    else:
-        product = _product(x, weight if packed is None else packed, bias)
-    return product[:rows]
+        return product
+    return _product(x, weight if packed is None else packed, bias)
 
 
 def packed(weight: Tensor) -> Tensor | None:
@@ -560,8 +557,10 @@ def _is_multiplied(weight: Tensor) -> bool:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if (rows := x.shape[0]) > PADDED_TO and rows % PADDED_TO:
+        x = F.pad(x, (0, 0, 0, -rows % PADDED_TO))
     product: Tensor = _ONEDNN._linear_pointwise(x, weight, bias, "none", [], "")
-    return product
+    return product[:rows]
 
 
 class _Linear(torch.autograd.Function):
@@ -573,4 +572,6 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (weight,) = ctx.saved_tensors
+        if grad.dtype == torch.float32 and BACKWARD["float32"] == "mkl":
+            return grad @ weight, None, None
         return _product(grad.contiguous(), weight.t(), None), None, None

@@ -21,6 +21,7 @@ from torch.optim.adam import adam
 
 from cartridge_forge.learning.cartridge import CartridgeBank
 from cartridge_forge.learning.checkpoint import CARTRIDGE, Checkpoint, part_name
+from cartridge_forge.learning.decoder import BACKWARD
 from cartridge_forge.protocols.errors import CheckpointError
 from cartridge_forge.protocols.step import TrainStepOutput
 
@@ -195,6 +196,7 @@ class TrainerState:
             if self.last is None
             else {k: v for k, v in asdict(self.last).items() if k not in NOT_STORED},
             "base_hash": self.base_hash,
+            "backward": dict(BACKWARD),
             "position": position,
             "cartridges": {
                 name: {
@@ -253,6 +255,7 @@ class TrainerState:
                 counts.get("balance", {}),  # none in those of older versions
             )
         self.version, self.arm, self.step = facts["version"], facts["arm"], facts["step"]
+        BACKWARD.update(facts.get("backward", {"float32": "onednn"}))  # older ones have none
         last = facts["last"]
         self.last = last and TrainStepOutput(0.0, self.version, **last)
         return self._snapshots(checkpoint, dtype)

@@ -484,7 +484,7 @@ class TrainSpec(SpecSection):
         default=256,
         ge=1,
         description="MiB of logits that exist at a time; the projection is made in chunks of "
-        "tokens, and once more in the backward pass, where a forward has more",
+        "tokens, with its gradient, where a forward has more",
     )
     recompute_layers: bool = Field(
         default=False,

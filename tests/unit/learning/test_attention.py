@@ -199,11 +199,25 @@ def test_no_scores_are_formed() -> None:
     assert largest == kv < 4 * KV_HEADS * SHARED * 96 * 2000 / 8
 
 
-def test_other_devices_form_a_bounded_part_of_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bound", ["SCORE_BYTES", "CACHED_BYTES"])
+def test_a_bounded_part_of_the_scores_is_formed(
+    bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A query's scores take 6 heads x 2,000 x 4 B = 48 kB: 500,000 B hold ten queries."""
     monkeypatch.setattr(attention, "kernel_for", lambda q: kernels.CHUNKED)
-    monkeypatch.setattr(kernels, "SCORE_BYTES", 500_000)
+    monkeypatch.setattr(kernels, bound, 500_000)
     assert largest_tensor()[0] == 480_000
+
+
+def test_other_devices_form_more_scores_at_a_time() -> None:
+    """96 queries: 4.6 MB of scores, which are one part on a device and two on a CPU."""
+    sizes = (1, KV_HEADS * SHARED, 96, SIZE), (1, KV_HEADS, 2000, SIZE)
+    parts = {
+        device: [*kernels._chunks(*(torch.empty(shape, device=device) for shape in sizes))]
+        for device in ("meta", "cpu")
+    }
+    assert parts["meta"] == [slice(0, 96)]
+    assert parts["cpu"] == [slice(0, 87), slice(87, 96)]
 
 
 def largest_tensor() -> tuple[int, int]:

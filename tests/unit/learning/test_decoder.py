@@ -22,6 +22,7 @@ from twins import NEAR, SHAPE, VOCAB
 from cartridge_forge.learning.attention import FlatAttention
 from cartridge_forge.learning.decode import COPIED, generate
 from cartridge_forge.learning.decoder import (
+    BACKWARD,
     PADDED_TO,
     SMALLEST,
     Decoder,
@@ -340,13 +341,18 @@ def test_a_product(
 
 
 @pytest.mark.parametrize("rows", [3, PADDED_TO + 1])
+@pytest.mark.parametrize("backward", ["mkl", "onednn"])
 @pytest.mark.parametrize(
     ("dtype", "out", "into"),
     [(torch.bfloat16, 5, 16), (torch.float32, 5, 16), (torch.float32, 32768, 16)],
 )
-def test_a_product_and_its_gradient(rows: int, dtype: torch.dtype, out: int, into: int) -> None:
+def test_a_product_and_its_gradient(
+    rows: int, backward: str, dtype: torch.dtype, out: int, into: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Of whole numbers, which the types hold and sum exactly; a strided gradient as well. Packed
     weights have no gradient and are not read for one."""
+    monkeypatch.setitem(BACKWARD, "float32", backward)
     draw = torch.Generator().manual_seed(rows)
     x, weight = (torch.randint(-2, 3, (n, into), generator=draw).to(dtype) for n in (rows, out))
     bias = torch.arange(out).to(dtype)
@@ -357,6 +363,32 @@ def test_a_product_and_its_gradient(rows: int, dtype: torch.dtype, out: int, int
     expected = torch.arange(rows)[:, None] * weight.long().sum(0)
     assert x.grad is not None
     torch.testing.assert_close(x.grad.long(), expected, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("instructions", "products"), [("avx2", "mkl"), ("avx512", "onednn"), ("default", "onednn")]
+)
+def test_what_multiplies_gradients(instructions: str, products: str) -> None:
+    """As many products by oneDNN: forward and backward, or forward alone. torch caps what it finds
+    by a variable, and on a processor without AVX-512 does not go beyond it."""
+    code = """
+import torch
+from cartridge_forge.learning.decoder import BACKWARD, linear
+
+capability = torch.backends.cpu.get_cpu_capability()
+linear(torch.ones(64, 1024, requires_grad=True), torch.ones(512, 1024)).sum().backward()
+print(capability.lower(), BACKWARD["float32"])
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True,
+        env={**os.environ, "ONEDNN_VERBOSE": "1", "ATEN_CPU_CAPABILITY": instructions},
+    ).stdout.splitlines()  # fmt: skip
+    capability, chosen = said[-1].split()
+    if capability != instructions:
+        pytest.skip(f"this processor has {capability}")
+    assert chosen == products
+    ran = [line for line in said if ",exec,cpu," in line and "reorder" not in line]
+    assert len(ran) == 1 + (products == "onednn")
 
 
 def test_a_part_of_a_weight() -> None:

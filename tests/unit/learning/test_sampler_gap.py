@@ -167,8 +167,7 @@ def test_observed_values_are_log_softmax_and_change_no_loss(
 
     loss, gradient, seen = run(noting)
     if noting and chunk is not None and chunk < 9:
-        # Forward and backward of the seven tokens read, and once the two that nobody read.
-        assert sum(projections) == 7 + 2 + 7
+        assert sum(projections) == 7 + 2  # the seven tokens read, and the two that nobody read
     plain = run(False)
     assert torch.equal(loss, plain[0])
     assert torch.equal(gradient, plain[1])

@@ -13,6 +13,7 @@ from rooms.learning.trainer_setup import CONFIG, copied, parts, same, trainer_of
 
 from cartridge_forge.learning.cartridge import first_tokens
 from cartridge_forge.learning.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
+from cartridge_forge.learning.decoder import BACKWARD
 from cartridge_forge.learning.losses.doc_kl import doc_batch
 from cartridge_forge.learning.model.loading import base_hash, load_model
 from cartridge_forge.learning.teacher import TeacherDistribution, score
@@ -91,6 +92,20 @@ def test_a_checkpoint_before_the_first_step(
     resumed.restore(read_checkpoint(path))
     assert advance(resumed, llama, make_samples, 2) == advance(whole, llama, make_samples, 2)
     same(parts(resumed), parts(whole))
+
+
+@pytest.mark.parametrize("stored", ["mkl", "onednn", None])
+def test_what_multiplies_gradients_is_kept_on_another_processor(
+    stored: str | None, llama: Twin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older checkpoints name none, and were made by oneDNN."""
+    monkeypatch.setitem(BACKWARD, "float32", stored or "mkl")
+    checkpoint = saved(trainer_of(llama), tmp_path)
+    if stored is None:
+        del checkpoint.facts["backward"]
+    monkeypatch.setitem(BACKWARD, "float32", "onednn" if stored == "mkl" else "mkl")
+    trainer_of(llama).restore(checkpoint)
+    assert BACKWARD["float32"] == (stored or "onednn")
 
 
 def test_the_whole_bank_comes_from_the_checkpoint(llama: Twin, tmp_path: Path) -> None:
